@@ -3,8 +3,9 @@
     python benchmarks/card_rates.py
 
 Prints predicted over measured time, its median and its 10th and 90th percentile, by class of kernel and card: before the rates
-knew shapes (0.7 of the FLOPs, causal or not, 0.8 of the bandwidth, 20 µs per collective), and now. The sources, and which rows
-were fitted, are in `tests/data/kernel_times/README.md`. Written to `benchmarks/results/card_rates.txt` and `.json`.
+knew shapes and types (0.7 of the 16-bit FLOPs, causal or not, 0.8 of the bandwidth, 20 µs per collective), and now. The
+sources, and which rows were fitted, are in `tests/data/kernel_times/README.md`. Written to `benchmarks/results/card_rates.txt`
+and `.json`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from autoremat.planner.cost import (
     Attention,
+    Device,
     Pattern,
     Product,
     assumed_host_link,
@@ -35,13 +37,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMES = ROOT / "tests" / "data" / "kernel_times"
 FITTED = {
     "products": {"A100", "H100", "B200", "L40S", "RTX PRO 6000"},
+    "products_float8": {"H100", "B200", "L40S", "RTX PRO 6000"},
+    "products_by_type": {"RTX 4090", "RTX PRO 6000", "H200 NVL"},
     "attention": {"A100", "H100", "B200", "B300", "L40S", "RTX PRO 6000"},
     "collectives": {"A100", "H100", "B200", "RTX PRO 6000"},
     "streams": {"A100", "H100", "A40"},
 }
 """Cards whose rows were fitted, by file."""
 
-HALVED = {"products", "attention"}
+HALVED = {"products", "products_float8", "attention"}
 """Files of which only the even rows were fitted."""
 
 HALF = 2
@@ -96,15 +100,41 @@ def product(row: Row) -> Predictions:
     m, n, k = (int(row[side]) for side in "mnk")
     flops, moved = 2 * m * n * k, HALF * (m * k + k * n + m * n)
     kind = "products below 1 GFLOP" if flops < 1e9 else "products to 100 GFLOP" if flops < 1e11 else "products above"
-    now = kernel_seconds(flops, moved, cuda_device(row["card"], True), (Product(m, n, k),))
+    now = kernel_seconds(flops, moved, card_of(row), (Product(m, n, k),))
     return kind, before(row["card"], flops, moved), now
+
+
+def product_float8(row: Row) -> Predictions:
+    m, n, k = (int(row[side]) for side in "mnk")
+    flops, moved = 2 * m * n * k, m * k + k * n + HALF * m * n
+    kind = "float8 products to 100 GFLOP" if flops < 1e11 else "float8 products above"
+    now = kernel_seconds(flops, moved, card_of(row, "float8_e4m3fn"), (Product(m, n, k),))
+    return kind, before(row["card"], flops, moved), now
+
+
+def product_of_type(row: Row) -> Predictions:
+    """Predicts float32, and the time of other types beside that of bfloat16.
+
+    Constant operands let tensor cores run faster than in a step.
+    """
+    side = int(row["side"])
+    shape, flops, moved = (Product(side, side, side),), 2 * side**3, 3 * HALF * side**2
+    mine, half = (kernel_seconds(flops, moved, card_of(row, dtype), shape) for dtype in (row["type"], "bfloat16"))
+    if row["type"] == "float32":
+        return "float32 products", before(row["card"], flops, moved), mine
+    measured = float(row["bfloat16_microseconds"]) / 1e6
+    return f"{row['type']} beside bfloat16", measured, measured * mine / half
+
+
+def card_of(row: Row, dtype: str = "bfloat16") -> Device:
+    return cuda_device(row["card"]).of_type(dtype)
 
 
 def attention(row: Row) -> Predictions:
     batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
     flops, moved = 4 * batch * heads * tokens**2 * width, 4 * HALF * batch * heads * tokens * width
     causal = row["causal"] == "1"
-    now = kernel_seconds(flops, moved, cuda_device(row["card"], True), Attention(width, tokens, causal))
+    now = kernel_seconds(flops, moved, card_of(row), Attention(width, tokens, causal))
     return "attention, causal" if causal else "attention", before(row["card"], flops, moved), now
 
 
@@ -118,13 +148,14 @@ def collective(row: Row) -> Predictions:
 
 def stream(row: Row) -> Predictions:
     moved = int(row["bytes"])
-    now = kernel_seconds(0, moved, cuda_device(row["card"], True))
+    now = kernel_seconds(0, moved, card_of(row))
     kind = f"{row['op']}, {'beyond' if moved > LARGEST_CACHE else 'within'} the L2 cache"
     return kind, before(row["card"], 0, moved), now
 
 
 PREDICTORS: dict[str, Callable[[Row], Predictions]] = {
-    "products": product, "attention": attention, "collectives": collective, "streams": stream,
+    "products": product, "products_float8": product_float8, "products_by_type": product_of_type, "attention": attention,
+    "collectives": collective, "streams": stream,
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Case:
 
 
 def device() -> Device:
-    return cuda_device(torch.cuda.get_device_name(), half_precision=True)
+    return cuda_device(torch.cuda.get_device_name()).of_type("bfloat16")
 
 
 def random(*sizes: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def streams(rehearsed: bool) -> Iterator[Case]:
 
 
 def copies(rehearsed: bool) -> Iterator[Case]:
-    """Yields copies to the host, from it, and both at once. Two copies at once are assumed to take the longer of both."""
+    """Yields copies to the host, from it, and both at once."""
     link = assumed_host_link(torch.cuda.get_device_name())
     if link is None:
         raise Skipped("the device shares the memory of its host")
@@ -116,7 +116,9 @@ def copies(rehearsed: bool) -> Iterator[Case]:
         seconds = count / link.to_host, count / link.from_host
         yield Case(f"{count} bytes to the host", store, seconds[0], in_graph=False)
         yield Case(f"{count} bytes from the host", load, seconds[1], in_graph=False)
-        yield Case(f"{count} bytes both ways", functools.partial(at_once, store, load), max(seconds), in_graph=False)
+        yield Case(
+            f"{count} bytes both ways", functools.partial(at_once, store, load), max(seconds) / link.both_ways, in_graph=False
+        )
 
 
 def at_once(first: Callable[[], object], second: Callable[[], object]) -> None:

@@ -118,9 +118,9 @@ ARITHMETIC_SHARE = 0.1
 """The share of a fused pointwise op's seconds that remains if it moves no memory."""
 
 
-def traffic_of(node: fx.Node, moved_bytes: int) -> int:
+def traffic_of(node: fx.Node, moved_bytes: int, fuses: bool) -> int:
     """Returns the bytes to charge ``node`` for. A fused pointwise op moves only its share of the chain's traffic."""
-    return moved_bytes // FUSED_SHARE if op_traits.kind_of(node) is Kind.POINTWISE else moved_bytes
+    return moved_bytes // FUSED_SHARE if fuses and op_traits.kind_of(node) is Kind.POINTWISE else moved_bytes
 
 
 def is_launched(node: fx.Node, fuses: bool) -> bool:
@@ -228,7 +228,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
             continue
         cost = cost_of(node, device_type, runs_on, fuses)
         unknown |= cost.unknown
-        flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes)
+        flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes, fuses)
         excess = iter(cost.excess_bytes)
         for tensor in _tensors(node):
             if _key(tensor) not in born:

@@ -22,7 +22,7 @@ from torch import fx
 from autoremat.basics.errors import CaptureError
 from autoremat.capture import call_cost, communication
 from autoremat.capture.builder import Alias, Builder, flatten, written_values
-from autoremat.capture.kernel_shapes import shapes_of
+from autoremat.capture.kernel_shapes import product_type, shapes_of
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.reductions import ends_pass
@@ -30,7 +30,7 @@ from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost import Device, cpu_device, cuda_device, kernel_seconds, roofline_seconds, saving_seconds_per_byte
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
-from autoremat.torch_private import compilers, joint_graphs, kernel_settings
+from autoremat.torch_private import compilers, joint_graphs
 from autoremat.workspaces.measurement import one_graph
 
 
@@ -65,21 +65,13 @@ def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
-def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None) -> Device:
-    """Returns the roofline of ``device``, or of the CUDA device ``cuda_name``.
-
-    Its precision is that of the joint graph's matrix products.
-    """
+def device_rates(device: torch.device, cuda_name: str | None) -> Device:
+    """Returns the rates of ``device``, or of the CUDA device ``cuda_name``."""
     if device.type == "cpu" and cuda_name is None:
         return cpu_device(torch.get_num_threads())
-    half = any(
-        getattr(n.meta.get("val"), "dtype", None) in (torch.float16, torch.bfloat16)
-        for n in joint.graph.nodes
-        if n.op == "call_function"
-    )
     if cuda_name is None:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
-    return cuda_device(cuda_name, half, kernel_settings.rounds_to_tf32())
+    return cuda_device(cuda_name)
 
 
 @contextlib.contextmanager
@@ -169,9 +161,9 @@ def _op(
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
-    moved = cost.moved_bytes
-    if builder.fuses or device.efficiencies is None:  # the ops of a card by name that nothing fuses move all their bytes
-        moved = call_cost.traffic_of(node, moved)
+    moved = call_cost.traffic_of(node, cost.moved_bytes, builder.fuses)
+    if cost.flops:
+        device = device.of_type(product_type(node))
     if call_cost.is_launched(node, builder.fuses):
         seconds = kernel_seconds(cost.flops, moved, device, shapes_of(node))
     else:
@@ -235,7 +227,7 @@ def capture(
     backward = _is_backward(builder, required)
     ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
     number = {node: index for index, node in enumerate(ordered)}
-    rates = device_rates(device, joint, cuda_name)
+    rates = device_rates(device, cuda_name)
     runs_on = runs_on_type(joint, cuda_name)
     overwritten = _overwritten_inputs(builder)
 

@@ -12,7 +12,9 @@ from torch import fx
 from autoremat.measure.signatures import arguments
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
-from autoremat.planner.cost import Attention, Product, Rate
+from autoremat.ops.work import operand_type
+from autoremat.planner.cost import TF32, Attention, Product, Rate
+from autoremat.torch_private import kernel_settings
 from autoremat.torch_private.symbolic_sizes import size_hint
 
 FEWEST_CHANNELS = 8
@@ -29,8 +31,9 @@ def shapes_of(node: fx.Node) -> tuple[Product, ...] | Attention:
     args, kwargs = arguments(node)
     sizes = [[size_hint(size) for size in value.shape] for value in args if isinstance(value, torch.Tensor)]
     if facts.is_product:
-        *batch, rows, inner = sizes[-2]
-        return (Product(rows, sizes[-1][-1], inner, math.prod(batch)),)
+        left, right = sizes[:2] if op_traits.packet(node) is torch.ops.aten._scaled_mm else sizes[-2:]  # behind a bias
+        *batch, rows, inner = left
+        return (Product(rows, right[-1], inner, math.prod(batch)),)
     is_backward = facts.rate in (Rate.ATTENTION_BACKWARD, Rate.CONVOLUTION_BACKWARD)
     if facts.is_attention:
         return _attention(node, sizes[is_backward : is_backward + 2], args, kwargs, is_backward)
@@ -38,6 +41,13 @@ def shapes_of(node: fx.Node) -> tuple[Product, ...] | Attention:
         return _convolution(sizes[1], sizes[2], sizes[0], args, args[-1][:2])
     (made,) = tensors_in(node.meta["val"])
     return _convolution(sizes[0], sizes[1], [size_hint(size) for size in made.shape], args, None)
+
+
+def product_type(node: fx.Node) -> str:
+    """Returns the type in which a card multiplies: that of the operands, or TF32 where these are float32 and may be rounded."""
+    dtype = operand_type(node)
+    convolves = op_traits.facts(node).rate in CONVOLUTIONS
+    return TF32 if dtype == "float32" and kernel_settings.rounds_to_tf32(convolves) else dtype
 
 
 def _attention(

@@ -66,7 +66,7 @@ def _with_communication(captured: Capture, links: Links) -> tuple[Capture, dict[
 def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]]:
     """Returns ``captured`` with calibrated seconds, and the cost source of each op."""
     graph = captured.graph
-    works = [work_of(node, op) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
+    works = [work_of(node, op, graph.fuses) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
     seconds = [rates.seconds(work) for work in works]
     streamed = [
         max(0.0, all_of_it - rates.seconds(arithmetic_of(node))) if graph.fuses and stays_in_kernel(node) else 0.0

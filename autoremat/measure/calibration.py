@@ -25,6 +25,7 @@ from autoremat.measure.microbenchmarks import FUSED, Compile, Place, Recipe, com
 from autoremat.measure.timer import Timer, measurable, stopwatch_for, undisturbed
 from autoremat.planner.cost import (
     SLOWEST,
+    TF32,
     Curve,
     Device,
     Rate,
@@ -276,7 +277,8 @@ def _by_datasheet(recipe: Recipe, points: Points, device: torch.device) -> Point
 def _datasheet(device: torch.device, dtype: torch.dtype) -> Device:
     if device.type == "cpu":
         return cpu_device(torch.get_num_threads())
-    return cuda_device(torch.cuda.get_device_name(device), dtype is not torch.float32, kernel_settings.rounds_to_tf32())
+    rounds = dtype is torch.float32 and kernel_settings.rounds_to_tf32()
+    return cuda_device(torch.cuda.get_device_name(device)).of_type(TF32 if rounds else str(dtype).removeprefix("torch."))
 
 
 def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:

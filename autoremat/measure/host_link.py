@@ -1,7 +1,7 @@
 """Measures the link between a device and the host's memory, once per device, and stores its rates on disk.
 
-Each direction is measured alone, because the copies of one step never run in both at once. Ranks of a machine that compile
-together measure at the same time, so their rates are those of a link that they share.
+Each direction is measured alone, and then both at once. Ranks of a machine that compile together measure at the same time, so
+their rates are those of a link that they share.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def host_link_of(device: torch.device, measures: bool = True) -> HostLink | None
 
 
 def measure_link(device: torch.device, seconds: Callable[[Callable[[], None]], float] | None = None) -> HostLink:
-    """Returns the link of an accelerator, by copies of two sizes.
+    """Returns the link of an accelerator, by copies of two sizes in each direction and of the large one in both.
 
     It takes well below a second, and allocates twice :data:`LARGE_BYTES` on the device and on the host. ``seconds`` times a
     run.
@@ -64,9 +64,10 @@ def measure_link(device: torch.device, seconds: Callable[[Callable[[], None]], f
     ways = [_Way(device, to_host) for to_host in (True, False)]
     small = [timed(partial(way.copy, SMALL_BYTES)) for way in ways]
     large = [timed(partial(way.copy, LARGE_BYTES)) for way in ways]
+    both = timed(partial(_copy_at_once, ways, LARGE_BYTES))
     moved = LARGE_BYTES - SMALL_BYTES
     to_host, from_host = (moved / max(long - short, LEAST_SECONDS) for long, short in zip(large, small, strict=True))
-    return HostLink(to_host, from_host, max(small))
+    return HostLink(to_host, from_host, max(small), min(1.0, max(large) / max(both, LEAST_SECONDS)))
 
 
 class _Way:
@@ -83,6 +84,11 @@ class _Way:
         """Begins to copy the first ``nbytes``."""
         with self.stream:
             self.target[:nbytes].copy_(self.source[:nbytes], non_blocking=True)
+
+
+def _copy_at_once(ways: Sequence[_Way], nbytes: int) -> None:
+    for way in ways:
+        way.copy(nbytes)
 
 
 def _least_seconds(device: torch.device, run: Callable[[], None]) -> float:
@@ -108,12 +114,14 @@ def least_link(links: Sequence[HostLink]) -> HostLink:
         min(link.to_host for link in links),
         min(link.from_host for link in links),
         max(link.latency_seconds for link in links),
+        min(link.both_ways for link in links),
     )
 
 
 def _stored(key: str) -> HostLink | None:
     try:
-        return HostLink(*map(float, json.loads(disk_cache.read_text("host_links", key) or "")))
+        to_host, from_host, latency_seconds, both_ways = json.loads(disk_cache.read_text("host_links", key) or "")
+        return HostLink(float(to_host), float(from_host), float(latency_seconds), float(both_ways))
     except disk_cache.UNUSABLE:
         return None
 

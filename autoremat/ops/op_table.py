@@ -116,7 +116,7 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
     (OpFacts(expands=True),
      (aten.mvlgamma,)),
     (OpFacts(rate=Rate.MATMUL),
-     (aten.addmm, aten.mm)),
+     (aten._scaled_mm, aten.addmm, aten.mm)),
     (OpFacts(rate=Rate.ATTENTION),
      (aten._efficient_attention_forward, aten._flash_attention_forward, aten._scaled_dot_product_cudnn_attention,
       aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_flash_attention,

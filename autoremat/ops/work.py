@@ -25,23 +25,29 @@ INDEXED = frozenset({Rate.GATHER, Rate.SCATTER})
 """Rates of indexed memory accesses."""
 
 
-def work_of(node: fx.Node, op: Op) -> Work:
-    """Returns the work of ``node``, which the graph knows as ``op``."""
+def work_of(node: fx.Node, op: Op, fuses: bool) -> Work:
+    """Returns the work of ``node``, which the graph knows as ``op``. Unless the graph ``fuses``, each op is launched."""
     if op.flops:
-        launches, known = True, True
+        by_library, known = True, True
         tasks = [_flops(node, op.flops), Task(Rate.STREAM, op.bytes_moved)]
     else:
-        launches = op.kind is Kind.EXTERN and not op_traits.adds_to_product(node)
-        traffic, arithmetic = _traffic(node, op, launches), _arithmetic(node, launches)
-        known = not launches or arithmetic is not None or op_traits.facts(node).rate in INDEXED
+        by_library = op.kind is Kind.EXTERN and not op_traits.adds_to_product(node)
+        traffic, arithmetic = _traffic(node, op, by_library, fuses), _arithmetic(node, by_library)
+        known = not by_library or arithmetic is not None or op_traits.facts(node).rate in INDEXED
         tasks = [traffic, arithmetic] if arithmetic is not None else [traffic]
-    return Work(tuple(task for task in tasks if task.amount > 0), launches, known)
+    return Work(tuple(task for task in tasks if task.amount > 0), by_library or not fuses, known)
 
 
 def arithmetic_of(node: fx.Node) -> Work:
     """Returns the arithmetic of a fused ``node``, without memory traffic."""
-    arithmetic = _arithmetic(node, launches=False)
+    arithmetic = _arithmetic(node, by_library=False)
     return Work(() if arithmetic is None else (arithmetic,))
+
+
+def operand_type(node: fx.Node) -> str:
+    """Returns the name of the type that ``node`` computes with: that of its first operand that is no integer tensor."""
+    types = (t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex)
+    return str(next(types, torch.float32)).removeprefix("torch.")
 
 
 def _operands(node: fx.Node) -> list[torch.Tensor]:
@@ -53,10 +59,7 @@ def _elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _flops(node: fx.Node, flops: int) -> Task:
-    # The first operand that is not an integer tensor has the type of the computation.
-    types = [t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex]
-    dtype = str(types[0]).removeprefix("torch.") if types else "float32"
-    facts = op_traits.facts(node)
+    dtype, facts = operand_type(node), op_traits.facts(node)
     rate = facts.rate
     if rate is Rate.BATCHED_MATMUL:
         batch = max(size_hint(_operands(node)[-1].shape[0]), 1)
@@ -80,7 +83,7 @@ def _convolution_rate(node: fx.Node) -> Rate:
     return Rate.CONVOLUTION_BACKWARD if backward else Rate.CONVOLUTION
 
 
-def _traffic(node: fx.Node, op: Op, launches: bool) -> Task:
+def _traffic(node: fx.Node, op: Op, by_library: bool, fuses: bool) -> Task:
     rate = op_traits.facts(node).rate
     if rate is Rate.GATHER:
         # The op reads only the selected rows of the table. The indices themselves are few bytes in comparison.
@@ -90,12 +93,12 @@ def _traffic(node: fx.Node, op: Op, launches: bool) -> Task:
         return Task(rate, op.bytes_moved)
     if op_traits.is_collective(node):
         return Task(Rate.STREAM, op.bytes_moved)
-    if launches:
-        return Task(Rate.STREAM if _arithmetic(node, launches) else Rate.GATHER, op.bytes_moved)
-    return Task(Rate.STREAM, op.bytes_moved / FUSED_SHARE if op.kind is not Kind.REDUCTION else op.bytes_moved)
+    if by_library:
+        return Task(Rate.STREAM if _arithmetic(node, by_library) else Rate.GATHER, op.bytes_moved)
+    return Task(Rate.STREAM, op.bytes_moved / FUSED_SHARE if fuses and op.kind is not Kind.REDUCTION else op.bytes_moved)
 
 
-def _arithmetic(node: fx.Node, launches: bool) -> Task | None:
+def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
     facts, read = op_traits.facts(node), _elements(_operands(node))
     made = _elements(tensors_in(node.meta.get("val")))
     if facts.rate in BY_ELEMENT:
@@ -104,4 +107,4 @@ def _arithmetic(node: fx.Node, launches: bool) -> Task | None:
         return Task(Rate.RANDOM, made)
     if facts.reduces:
         return Task(Rate.REDUCTION, read)
-    return None if launches else Task(Rate.CHEAP, made)
+    return None if by_library else Task(Rate.CHEAP, made)

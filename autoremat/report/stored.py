@@ -57,6 +57,10 @@ class StoredTensors:
     busiest_engine: str
     """The engine whose transfers take the most seconds."""
     busiest_seconds: float
+    both_ways_seconds: float = 0.0
+    """Seconds during which copies run to the host and from it at once."""
+    both_ways: float = 1.0
+    """The share of their rates that both directions have then. Stalls leave that out."""
 
     @classmethod
     def of(cls, plan: Plan) -> StoredTensors | None:
@@ -77,6 +81,8 @@ class StoredTensors:
             stalls_of(graph, plan.schedule, 1 / PLANNED_SHARE).seconds,
             engine.value,
             busy,
+            plan.stalls.both_ways_seconds,
+            min(graph.values[stay.value].form(stay.form).load.both_ways for stay in stays),
         )
 
     @property
@@ -102,4 +108,9 @@ class StoredTensors:
             waits += f"{format_seconds(self.stall_seconds_at_best)} at the whole rate"
         busiest = f"{ENGINES[Engine(self.busiest_engine)]}, {format_seconds(self.busiest_seconds)}"
         rows.append(("stalls", f"{waits if self.stall_seconds else 'none'}; busiest engine: {busiest}"))
+        if self.both_ways_seconds:
+            at_once, slower = format_seconds(self.both_ways_seconds), f"{self.both_ways:.0%} of their rates then"
+            rows.append(
+                ("both directions", f"copies run in both at once for {at_once}; they have {slower}, which is not counted")
+            )
         return rows

@@ -20,8 +20,8 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH_WIDTH = 256
 """Maximum head width of flash attention. Any smaller width is accepted and padded to a multiple of eight."""
 
-CUDNN_WIDTH = {9: 256, 10: 128}
-"""Maximum head width of cuDNN's attention, by major architecture, for the architectures on which torch tries it first."""
+CUDNN_WIDTH = {(9, 0): 256, (10, 0): 128, (10, 3): 128}
+"""Maximum head width of cuDNN's attention, for the architectures on which torch tries it first. ROCm has none."""
 
 SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Architectures on which the backward of flash attention supports fewer head widths above 192."""
@@ -88,7 +88,7 @@ def _suits_cudnn(
     capability: Capability,
 ) -> bool:
     """Returns True if torch tries cuDNN's attention first and it accepts these operands."""
-    widest = CUDNN_WIDTH.get(capability[0])
+    widest = CUDNN_WIDTH.get(capability)
     enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if widest is None or not enabled or "TORCH_CUDNN_SDPA_DEPRIORITIZED" in os.environ:
         return False

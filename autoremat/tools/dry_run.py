@@ -16,7 +16,7 @@ from autoremat.basics.errors import OptionsError
 from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.lowering import GraphSource
 from autoremat.options.options import Options
-from autoremat.planner.cost import datasheet
+from autoremat.planner.cost import UNKNOWN_GPU, datasheet
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.report.report import Report
@@ -36,6 +36,10 @@ def refuse_without_code(target: Target) -> None:
         raise OptionsError(
             f"lower=True: {target.cuda_name} is another CUDA device than the one here, and Inductor generates code for that "
             'one. Possible: device="cuda", or CUDA_VISIBLE_DEVICES= (empty) in the environment, which hides the device'
+        )
+    if (datasheet(target.cuda_name) or UNKNOWN_GPU).is_of_rocm:
+        raise OptionsError(
+            f"lower=True: Inductor generates code for {target.cuda_name} only beside such a card. Possible here: lower=False"
         )
     if not named_card.generates_triton():
         raise OptionsError(

@@ -16,21 +16,29 @@ def packs_operands(dtype: torch.dtype) -> bool:
     return bool(probe and available() and getattr(torch.ops.mkldnn, probe)())
 
 
-def rounds_to_tf32() -> bool:
-    """Returns True if CUDA may round the operands of float32 matrix products to TF32 or less. Torch's default is False."""
-    return _matmul_precision(torch.backends.cuda) == "tf32"
+def rounds_to_tf32(convolutions: bool = False) -> bool:
+    """Returns True if CUDA may round the operands of float32 matrix products to TF32 or less. Torch's default is False.
+
+    cuDNN's ``convolutions`` have a setting of their own, by default True.
+    """
+    return (_convolution_precision() if convolutions else _matmul_precision(torch.backends.cuda)) == "tf32"
 
 
 def float32_precision() -> str:
-    """Returns text that changes with the permitted rounding of float32 matrix products, for the CPU and for CUDA.
+    """Returns text that changes with the permitted rounding in float32 products and convolutions, for the CPU and for CUDA.
 
     It reads the setting of each backend: torch's common setting raises an error once a user has set a single backend.
     """
-    return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)}"
+    return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)} {_convolution_precision()}"
 
 
 def _matmul_precision(backend: Any) -> str:
     return str(backend.matmul.fp32_precision)
+
+
+def _convolution_precision() -> str:
+    cudnn: Any = torch.backends.cudnn
+    return str(cudnn.conv.fp32_precision)
 
 
 def machine_fingerprint() -> str:

@@ -45,12 +45,12 @@ def known_rates(request, monkeypatch, tmp_path):
     monkeypatch.setattr(calibration, "_known", known)
 
 
-def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Capture:
+def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, fuses: bool = True) -> Capture:
     found = []
 
     def partition(joint, joint_inputs, **keywords):
         number = keywords["num_fwd_outputs"]
-        found.append(capture(joint_graphs.prepare_joint(joint, number), number, fuses=True))
+        found.append(capture(joint_graphs.prepare_joint(joint, number), number, fuses))
         return joint_graphs.partition_as_torch_does(joint, joint_inputs, **keywords)
 
     torch.compile(function, backend=aot_autograd(fw_compiler=lambda module, _: module.forward, partition_fn=partition))(*inputs)
@@ -60,7 +60,7 @@ def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Ca
 def rates_by_op(result: Capture) -> dict[str, set[Rate]]:
     found: dict[str, set[Rate]] = {}
     for node, op in zip(result.op_nodes, result.graph.ops, strict=True):
-        found.setdefault(op.target.split(".")[1], set()).update(task.rate for task in work_of(node, op).tasks)
+        found.setdefault(op.target.split(".")[1], set()).update(task.rate for task in work_of(node, op, True).tasks)
     return found
 
 
@@ -109,9 +109,20 @@ def test_batched_products_are_priced_by_the_size_of_one():
     left, right = weight(6, 4, 5), weight(6, 5, 7)
     result = captured(lambda: torch.bmm(left, right).sum())
     node, op = next((n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True) if "bmm" in o.target)
-    task = work_of(node, op).tasks[0]
+    task = work_of(node, op, True).tasks[0]
     assert task.amount == 2 * 4 * 5 * 7 * BATCH
     assert task.amount * task.count == pytest.approx(op.flops)
+
+
+@pytest.mark.parametrize(("fuses", "share"), [(True, 3), (False, 1)])
+def test_an_op_that_nothing_fuses_is_launched_and_moves_all_its_bytes(fuses, share):
+    x = weight(4, 4)
+    result = captured(lambda: x.exp().sum(), fuses=fuses)
+    number = next(i for i, op in enumerate(result.graph.ops) if "exp" in op.target)
+    work = work_of(result.op_nodes[number], result.graph.ops[number], fuses)
+    assert next(task.amount for task in work.tasks if task.rate is Rate.STREAM) == 2 * 4 * 16 / share
+    assert work.launches is not fuses
+    assert work.known
 
 
 def test_rates_of_a_busy_machine_are_marked_in_the_report(monkeypatch):
@@ -128,7 +139,7 @@ def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
     x = weight(4, 4)
     result = captured(lambda: torch.linalg.inv_ex(x)[0].sum())
     number = next(i for i, op in enumerate(result.graph.ops) if "inv_ex" in op.target)
-    work = work_of(result.op_nodes[number], result.graph.ops[number])
+    work = work_of(result.op_nodes[number], result.graph.ops[number], True)
     assert [task.rate for task in work.tasks] == [Rate.GATHER]
     assert work.launches
     assert not work.known

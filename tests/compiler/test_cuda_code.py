@@ -10,13 +10,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import OptionWarning, explain
-from autoremat.capture.capture import device_rates
+from autoremat.capture.kernel_shapes import product_type
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import plan_graph
-from autoremat.planner.cost.devices import efficiencies
+from autoremat.planner.cost import TF32
 from autoremat.planner.graph.op import Kind
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, inductor_lowering, kernel_settings, names
@@ -90,20 +90,25 @@ def test_only_parameters_stay_where_they_are():
     assert moving == [(5, 2)]
 
 
-@pytest.mark.parametrize(("precision", "rate"), [("highest", 67e12), ("high", 494e12)])
-def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, rate):
-    joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
+def traced_product():
+    traced = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
+    return traced.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("highest", "float32"), ("high", TF32)])
+def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, dtype):
+    (product,) = traced_product()
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
-        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == rate * efficiencies("H100").product
+        assert product_type(product) == dtype
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
     """Torch's setting for all backends cannot be read then."""
-    joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
+    (product,) = traced_product()
     other, products = kernel_settings.float32_precision(), torch.backends.cuda.matmul
     before = products.fp32_precision
     try:
@@ -111,7 +116,7 @@ def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
         assert kernel_settings.float32_precision() != other
-        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * efficiencies("H100").product
+        assert product_type(product) == TF32
         options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
         assert compile_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Request(cost_model="roofline"))

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autoremat.tools.cuda_attention import attention_on_cuda
 from autoremat.workspaces.formulas import estimated_bytes, workspace_bytes
 
-A100, RTX_4090, H100, B200, T4 = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)
+A100, RTX_4090, H100, B200, T4, MI300X = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5), (9, 4)
 
 
 def kernel(capability, dtype=torch.bfloat16, width=64, queries=32, keys=32, value_width=None, masked=False, **given):
@@ -40,6 +40,7 @@ def kernel(capability, dtype=torch.bfloat16, width=64, queries=32, keys=32, valu
         (H100, {}, "cudnn"),
         (B200, {}, "cudnn"),
         (H100, {"masked": True}, "cudnn"),
+        (MI300X, {}, "flash"),
         (A100, {"masked": True}, "efficient"),
         (H100, {"width": 256}, "cudnn"),
         (B200, {"width": 256}, "flash"),

@@ -157,6 +157,8 @@ def test_what_cannot_be_lowered_is_said(monkeypatch):
     model, x = step()
     with pytest.raises(OptionsError, match="generates no code"):
         autoremat.explain(model, x, device=CARD, lower=True, options={"compiler": "aot_eager"})
+    with pytest.raises(OptionsError, match="only beside such a card"):
+        autoremat.explain(model, x, device="MI300X", lower=True)
     monkeypatch.setattr(named_card, "generates_triton", lambda: False)
     with pytest.raises(OptionsError, match="pip install triton"):
         autoremat.explain(model, x, device=CARD, lower=True)

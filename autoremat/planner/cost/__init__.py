@@ -1,6 +1,7 @@
 """Costs: converts FLOPs and bytes to seconds."""
 
 from autoremat.planner.cost.devices import DATASHEETS as DATASHEETS
+from autoremat.planner.cost.devices import TF32 as TF32
 from autoremat.planner.cost.devices import UNKNOWN_GPU as UNKNOWN_GPU
 from autoremat.planner.cost.devices import Device as Device
 from autoremat.planner.cost.devices import cpu_device as cpu_device

@@ -7,7 +7,8 @@ Attainable rates are lower than peaks, by the efficiencies of the card's archite
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from autoremat.planner.cost.efficiencies import EFFICIENCIES, MIDDLING, Efficiencies
 
@@ -24,12 +25,19 @@ class Device:
 
     name: str
     flops_per_second: float
+    """FLOP/s of matrix products, in float32 unless :meth:`of_type` names another type."""
     bytes_per_second: float
     allocation_bytes: int = 1
     """Granularity of the allocator in bytes (512 for CUDA's caching allocator)."""
     multiprocessors: int = 1
     efficiencies: Efficiencies | None = None
     """What kernels reach of a card by name. None where large kernels' rates are all that is known."""
+    flops_by_type: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """FLOP/s of matrix products by the element type of their operands, where the rates differ."""
+
+    def of_type(self, dtype: str) -> Device:
+        """Returns the device with the rate of matrix products of ``dtype``: a name of torch's, or :data:`TF32`."""
+        return replace(self, flops_per_second=self.flops_by_type.get(dtype, self.flops_per_second))
 
     @property
     def launch_seconds(self) -> float:
@@ -42,8 +50,8 @@ class Datasheet:
     """The data sheet of one GPU.
 
     Peak dense rates of 16-bit, TF32 and float32 matrix products are in FLOP/s. Where there is no TF32, its rate is that of
-    float32. Bandwidth is in bytes/s, memory in bytes; ``capability`` is the CUDA compute capability. ``multiprocessors`` counts
-    the streaming multiprocessors.
+    float32. Bandwidth is in bytes/s, memory in bytes; ``capability`` is the compute capability that torch tells.
+    ``multiprocessors`` counts the streaming multiprocessors, or the compute units of AMD's cards.
     """
 
     half_flops: float
@@ -54,13 +62,19 @@ class Datasheet:
     capability: tuple[int, int]
     multiprocessors: int
 
+    @property
+    def is_of_rocm(self) -> bool:
+        """True for cards that torch's builds for ROCm drive."""
+        return self.capability in ((9, 4), (9, 5))
+
 
 GB = 10**9
 
 # Sources: NVIDIA's data sheets of the products, of the SXM form unless the name says another. Rates are dense: half of those
 # "with sparsity". GeForce and RTX cards: the whitepapers of their architectures (GA102, Ada, RTX Blackwell); their 16-bit rates
 # are those with 32-bit sums. B200 and B300: an eighth of the HGX data sheet, which is for eight GPUs. GB200 and
-# GB300: a 72nd of the NVL72's.
+# GB300: a 72nd of the NVL72's. MI cards: AMD's data sheets of the OAM form. ROCm's torch names their architectures gfx942 and
+# gfx950, with capabilities that no card of NVIDIA has. It rounds float32 products only where an environment variable says so.
 DATASHEETS = {
     "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GB, (10, 0), 148),
     "GB300": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 288 * GB, (10, 3), 148),
@@ -97,11 +111,21 @@ DATASHEETS = {
     "RTX 4080": Datasheet(97e12, 49e12, 49e12, 0.717e12, 16 * GB, (8, 9), 76),
     "RTX 3090 Ti": Datasheet(80e12, 40e12, 40e12, 1.008e12, 24 * GB, (8, 6), 84),
     "RTX 3090": Datasheet(71e12, 36e12, 36e12, 0.936e12, 24 * GB, (8, 6), 82),
+    "MI355X": Datasheet(2517e12, 157e12, 157e12, 8.0e12, 288 * GB, (9, 5), 256),
+    "MI325X": Datasheet(1307e12, 163e12, 163e12, 6.0e12, 256 * GB, (9, 4), 304),
+    "MI300X": Datasheet(1307e12, 163e12, 163e12, 5.3e12, 192 * GB, (9, 4), 304),
 }
 UNKNOWN_GPU = Datasheet(150e12, 75e12, 25e12, 1.0e12, 0, (8, 0), 84)
 
-POWER_LIMITED = {"L40S": 0.59}
-"""Shares of the FLOPs that products reach on cards whose power limits them further (aiconfigurator, as above)."""
+TF32 = "tf32"
+"""The type of float32 operands that may be rounded."""
+
+FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+FIRST_BFLOAT16, FIRST_FLOAT8 = (8, 0), (8, 9)
+"""The capabilities from which tensor cores multiply these types. Their float8 rate is twice the 16-bit rate."""
+
+POWER_LIMITED = {"L40S": 0.59, "MI300X": 0.51}
+"""Shares of the FLOPs that products reach on cards whose power limits them further than others of their architecture."""
 
 OTHER_CARDS = ("Ti", "SUPER", "Laptop", "Max-Q", "D")
 """Words that distinguish a card from one with the same name without them, unless a row of the table contains them."""
@@ -147,18 +171,24 @@ def device_memory(name: str) -> int | None:
     return int(size[1]) * GB if size and not of_cpu else sheet.memory
 
 
-def cuda_device(name: str, half_precision: bool, tf32: bool = False) -> Device:
+def cuda_device(name: str) -> Device:
     """Returns the rates of the CUDA device ``name``.
 
     An unknown device gets the rates of a middling card.
-
-    ``half_precision`` selects 16-bit matrix products, else float32. ``tf32`` allows TF32 in float32 products.
     """
-    sheet = datasheet(name) or UNKNOWN_GPU
-    peak = sheet.half_flops if half_precision else sheet.tf32_flops if tf32 else sheet.single_flops
-    reached = efficiencies(name)
-    rates = peak * reached.product, sheet.bandwidth * reached.stream
-    return Device(name, *rates, allocation_bytes=512, multiprocessors=sheet.multiprocessors, efficiencies=reached)
+    sheet, reached = datasheet(name) or UNKNOWN_GPU, efficiencies(name)
+    single, half = sheet.single_flops * reached.single, sheet.half_flops * reached.product
+    by_type = {
+        "float16": half,
+        "bfloat16": half if sheet.capability >= FIRST_BFLOAT16 else single,
+        TF32: max(single, sheet.tf32_flops * reached.product),
+    }
+    if sheet.capability >= FIRST_FLOAT8:
+        by_type |= dict.fromkeys(FLOAT8_TYPES, 2 * half * reached.float8)
+    return Device(
+        name, single, sheet.bandwidth * reached.stream, allocation_bytes=512, multiprocessors=sheet.multiprocessors,
+        efficiencies=reached, flops_by_type=by_type,
+    )  # fmt: skip
 
 
 def efficiencies(name: str) -> Efficiencies:

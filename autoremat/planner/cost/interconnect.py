@@ -100,6 +100,13 @@ PCI_EXPRESS = {7: 16.0 * GB, 8: 32.0 * GB}
 PCI_EXPRESS_5 = 64.0 * GB
 """Rate since Hopper."""
 
+INFINITY_FABRIC = {"MI300X": 64.0 * GB, "MI325X": 64.0 * GB, "MI355X": 76.5 * GB}
+"""Rates of the link to each other card of a node, in one direction: half of what AMD's data sheets name."""
+
+BY_INFINITY_FABRIC = _Reached(0.70, 8.0e-6, 0.85e-6)
+"""An all-reduce of 4 GiB reaches 313 GB/s among 8 MI300X and 48 among two (stas00/ml-engineering, network). Its latencies are
+those of NVLink, because none are published."""
+
 NETWORK = 50 * GB
 """A network card of 400 Gb/s for each GPU."""
 
@@ -117,7 +124,8 @@ GPUS_OF_A_RACK = {"GB200": 72, "GB300": 72}
 def assumed_interconnect(device: str, ranks: int) -> Interconnect:
     """Returns the interconnect of ``ranks`` devices of the name ``device`` by data sheets.
 
-    Up to :data:`GPUS_OF_A_NODE` GPUs share a node. More communicate at the rate of the network between nodes.
+    Up to :data:`GPUS_OF_A_NODE` GPUs share a node. More communicate at the rate of the network between nodes. Over Infinity
+    Fabric, each card has a link to each other card, so few ranks use few links.
     """
     name = datasheet_name(device) or ""
     if device == "cpu":
@@ -125,6 +133,10 @@ def assumed_interconnect(device: str, ranks: int) -> Interconnect:
     if ranks > GPUS_OF_A_RACK.get(name, GPUS_OF_A_NODE):
         return Interconnect(NETWORK * NETWORK_SHARE, NETWORK_LATENCY)
     generation = (datasheet(device) or UNKNOWN_GPU).capability[0]
+    if name in INFINITY_FABRIC:
+        reached = BY_INFINITY_FABRIC
+        rate = INFINITY_FABRIC[name] * max(ranks - 1, 1) * reached.share
+        return Interconnect(rate, reached.latency_seconds, step_seconds=reached.step_seconds)
     if name not in NVLINK:
         rate, reached = PCI_EXPRESS.get(generation, PCI_EXPRESS_5), BY_PCI_EXPRESS
         return Interconnect(rate * reached.share, reached.latency_seconds, step_seconds=reached.step_seconds)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoremat.basics.codec import Codec
+from autoremat.planner.cost.devices import FLOAT8_TYPES
 
 CODEC = Codec()
 
@@ -73,7 +74,11 @@ UNBOUNDED_RATES = frozenset(
 BYTE_RATES = frozenset({Rate.STREAM, Rate.GATHER, Rate.SCATTER})
 """Rates whose amounts are bytes."""
 
-SUBSTITUTES: Mapping[str, tuple[str, ...]] = {"float16": ("bfloat16",), "bfloat16": ("float16",)}
+SUBSTITUTES: Mapping[str, tuple[str, ...]] = {
+    "float16": ("bfloat16",),
+    "bfloat16": ("float16",),
+    **dict.fromkeys(FLOAT8_TYPES, ("bfloat16", "float16")),
+}
 """Types whose rates replace those of a type that was not measured. The last resort is float32."""
 
 DISTURBED = 0.1

@@ -12,11 +12,14 @@ in the sequence of their issue. Four events of a stay meet the compute stream:
 Of transfers that are issued at the same moment, the one whose end is awaited first goes first. ``Engine.COMPUTE`` is the
 compute stream itself, so its transfers only add their seconds. A store has ended before its load is issued, because the stream
 waits for it at ``free``. So no load waits for its store.
+
+Copies in the two directions do not slow each other down here. They hardly run at once, and :attr:`Stalls.both_ways_seconds`
+tells for how long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,11 +42,23 @@ class Stalls:
     """For each execution, the seconds that the compute stream waits before and after it, or transfers itself."""
     busy_seconds: Mapping[Engine, float]
     """For each engine, the seconds of its transfers."""
+    times: Mapping[Engine, Sequence[tuple[float, float]]]
+    """For each engine, when its transfers begin and end."""
 
     @property
     def seconds(self) -> float:
         """Seconds that the compute stream waits or transfers itself, in the whole step."""
         return sum(self.waits)
+
+    @property
+    def both_ways_seconds(self) -> float:
+        """Seconds during which copies run to the host and from it at once."""
+        loads, found, first = self.times[Engine.FROM_HOST], 0.0, 0
+        for begin, end in self.times[Engine.TO_HOST]:
+            while first < len(loads) and loads[first][1] <= begin:
+                first += 1
+            found += sum(max(0.0, min(end, other_end) - max(begin, other)) for other, other_end in loads[first:])
+        return found
 
 
 def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDArray[np.float64] | None = None) -> Stalls:
@@ -53,8 +68,9 @@ def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDA
     ``seconds`` of the executions, because :func:`durations` does not depend on stays.
     """
     waits, busy = [0.0] * len(schedule.sequence), dict.fromkeys(Engine, 0.0)
+    times: dict[Engine, list[tuple[float, float]]] = {engine: [] for engine in Engine}
     if not schedule.stays:
-        return Stalls(tuple(waits), busy)
+        return Stalls(tuple(waits), busy, times)
     lasting = durations(graph, schedule) if seconds is None else seconds
     begins = np.concatenate([[0.0], np.cumsum(lasting)]).tolist()
     idle_from, ends, waited = dict.fromkeys(Engine, 0.0), dict[tuple[int, int], float](), 0.0
@@ -69,10 +85,12 @@ def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDA
             lasts = transfer.seconds if is_compute else transfer.seconds / speed
             busy[transfer.engine] += lasts
             wait = lasts if is_compute else 0.0
-            idle_from[transfer.engine] = ends[value, event + 1] = max(now, idle_from[transfer.engine]) + lasts
+            begun = max(now, idle_from[transfer.engine])
+            idle_from[transfer.engine] = ends[value, event + 1] = begun + lasts
+            times[transfer.engine].append((begun, begun + lasts))
         waits[position] += wait
         waited += wait
-    return Stalls(tuple(waits), busy)
+    return Stalls(tuple(waits), busy, times)
 
 
 def _events(stay: Stay) -> tuple[tuple[int, int, int, int], ...]:

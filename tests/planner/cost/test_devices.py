@@ -36,6 +36,10 @@ from autoremat.planner.cost.devices import UNKNOWN_GPU, datasheet, efficiencies
         ("NVIDIA RTX A6000", "RTX A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI300X VF", "MI300X"),
+        ("mi325x", "MI325X"),
+        ("AMD Instinct MI355X", "MI355X"),
     ],
 )
 def test_names(name, key):
@@ -49,6 +53,7 @@ def test_memory_is_the_names_or_the_sheets():
     assert device_memory("Abacus") is None
     assert device_memory("NVIDIA GH200 480GB") == 96 * 10**9  # the CPU beside it has the 480
     assert device_memory("NVIDIA H100 NVL") == 94 * 10**9
+    assert device_memory("AMD Instinct MI300X") == 192 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -63,11 +68,43 @@ def test_another_number_is_another_card(name):
 
 
 def test_an_unknown_card_has_middling_rates():
-    assert cuda_device("Abacus", True).flops_per_second == UNKNOWN_GPU.half_flops * efficiencies("Abacus").product
-    assert cuda_device("H100", False).flops_per_second < cuda_device("H100", True).flops_per_second
+    assert cuda_device("Abacus").of_type("float16").flops_per_second == UNKNOWN_GPU.half_flops * efficiencies("Abacus").product
 
 
 @pytest.mark.parametrize("name", [*DATASHEETS, "Abacus"])
 def test_float32_is_never_faster_than_what_it_is_rounded_to(name):
-    half, tf32, single = (cuda_device(name, *precision).flops_per_second for precision in ((True,), (False, True), (False,)))
+    half, tf32, single = (cuda_device(name).of_type(dtype).flops_per_second for dtype in ("float16", "tf32", "float32"))
     assert half > tf32 >= single
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "same_as"),
+    [
+        ("V100", "bfloat16", "float32"),  # its tensor cores know float16 alone
+        ("A100", "bfloat16", "float16"),
+        ("A100", "float8_e4m3fn", "float32"),
+        ("H100", "float64", "float32"),
+    ],
+)
+def test_types_that_tensor_cores_do_not_know_have_another_rate(name, dtype, same_as):
+    card = cuda_device(name)
+    assert card.of_type(dtype).flops_per_second == card.of_type(same_as).flops_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "published"),
+    [
+        ("MI300X", "bfloat16", 668e12),
+        ("MI325X", "bfloat16", 785e12),
+        ("MI355X", "bfloat16", 1565e12),
+        ("MI300X", "float8_e4m3fnuz", 1273e12),
+        ("MI325X", "float8_e4m3fnuz", 1519e12),
+    ],
+)
+def test_cards_of_amd_have_the_published_rates_of_large_products(name, dtype, published):
+    assert cuda_device(name).of_type(dtype).flops_per_second == pytest.approx(published, rel=0.08)
+
+
+def test_float8_products_are_faster_than_16_bits_where_there_are_any():
+    rates = [cuda_device("L4").of_type(dtype).flops_per_second for dtype in ("float8_e5m2", "bfloat16")]
+    assert 1.5 < rates[0] / rates[1] <= 2

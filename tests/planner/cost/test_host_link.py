@@ -26,6 +26,7 @@ from autoremat.planner.graph.schedule import Schedule, Stay
         ("NVIDIA H200", 55, 55),
         ("NVIDIA B200", 55, 55),
         ("NVIDIA GeForce RTX 5090", 55, 55),
+        ("AMD Instinct MI300X", 55, 55),
         ("NVIDIA GH200 480GB", 170, 342),
         ("NVIDIA GB200", 182, 169),
         ("NVIDIA GB300", 182, 169),
@@ -36,6 +37,13 @@ def test_the_link_of_a_device_follows_from_its_name(device, to_host, from_host):
     link = assumed_host_link(device)
     assert link is not None
     assert (link.to_host, link.from_host) == (to_host * GB, from_host * GB)
+
+
+def test_both_directions_at_once_are_slower_than_each_and_no_slower_than_in_turns():
+    for name in ("A100", "H100", "GH200", "AMD Instinct MI300X"):
+        link = assumed_host_link(name)
+        assert link is not None
+        assert 0.45 < link.both_ways < 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "NVIDIA GB10", "Orin", "NVIDIA Thor"])
@@ -58,6 +66,8 @@ def test_every_card_has_a_link_that_is_slower_than_its_memory():
         {"from_host": math.inf},
         {"to_host": math.nan},
         {"latency_seconds": -1e-6},
+        {"both_ways": 0.0},
+        {"both_ways": 1.5},
     ],
 )
 def test_an_impossible_link_is_refused(impossible):
@@ -66,7 +76,8 @@ def test_an_impossible_link_is_refused(impossible):
 
 
 def test_a_value_on_the_host_has_the_seconds_of_the_planned_share_of_the_rates():
-    form = host_form(1000, HostLink(to_host=100.0, from_host=200.0, latency_seconds=2.0))
+    form = host_form(1000, HostLink(to_host=100.0, from_host=200.0, latency_seconds=2.0, both_ways=0.5))
+    assert form.store.both_ways == form.load.both_ways == 0.5
     assert (form.name, form.host_bytes, form.device_bytes, form.ranks) == ("host", 1000, 0, ())
     assert (form.store.engine, form.load.engine) == (Engine.TO_HOST, Engine.FROM_HOST)
     assert (form.store.seconds, form.load.seconds) == pytest.approx((12.0 / 0.8, 7.0 / 0.8))

@@ -80,6 +80,13 @@ def test_steps_and_pieces_under_way_at_once_take_longer():
     assert Links(100.0, 1.0).of("0", 8, "H100").seconds(900.0, 7) == 10.0  # given figures are complete
 
 
+@pytest.mark.parametrize(("ranks", "published"), [(2, 47.7e9), (8, 312.9e9)])
+def test_few_cards_use_few_links_of_infinity_fabric(ranks, published):
+    link, nbytes = assumed_interconnect("AMD Instinct MI300X", ranks), 4 * 2**30
+    sent = sent_bytes(Pattern.REDUCE, nbytes, ranks)
+    assert sent / link.seconds(sent, steps_of(Pattern.REDUCE, ranks)) == pytest.approx(published, rel=0.1)
+
+
 def test_a_rack_shares_nvlink():
     assert assumed_interconnect("GB200", 72).bytes_per_second > assumed_interconnect("B200", 72).bytes_per_second
 

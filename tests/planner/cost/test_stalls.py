@@ -15,12 +15,13 @@ from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
+from autoremat.report.stored import StoredTensors
 
 TO_HOST, FROM_HOST, COMPUTE, NETWORK = Engine.TO_HOST, Engine.FROM_HOST, Engine.COMPUTE, Engine.NETWORK
 
 
-def form(store: float, load: float, engines: tuple[Engine, Engine] = (TO_HOST, FROM_HOST)) -> Form:
-    return Form("away", Transfer(engines[0], store), Transfer(engines[1], load), host_bytes=1)
+def form(store: float, load: float, engines: tuple[Engine, Engine] = (TO_HOST, FROM_HOST), both_ways: float = 1.0) -> Form:
+    return Form("away", Transfer(engines[0], store), Transfer(engines[1], load, both_ways=both_ways), host_bytes=1)
 
 
 def chain(seconds: list[float], forms: dict[int, Form]) -> tuple[Graph, Schedule]:
@@ -109,6 +110,17 @@ def test_a_faster_link_shortens_transfers():
     graph, schedule = chain([1.0] * 8, forms)
     schedule = replace(schedule, stays=(Stay(0, "away", 0, 2, 6, 7),))
     assert stalls_of(graph, schedule, 1.5).busy_seconds == {TO_HOST: 2.0, FROM_HOST: 2.0, COMPUTE: 0.0, NETWORK: 0.0}
+
+
+def test_copies_in_both_directions_at_once_are_told():
+    """The store of value 1 lasts from 2 to 5.5 s, the load of value 0 from 5 to 6.5 s."""
+    graph, schedule = chain([1.0] * 8, {0: form(0.0, 1.5, both_ways=0.6), 1: form(3.5, 0.0)})
+    early, late = Stay(0, "away", 0, 1, 5, 7), Stay(1, "away", 1, 5, 6, 6)
+    assert stalls_of(graph, replace(schedule, stays=(early, late))).both_ways_seconds == 0.5
+    assert stalls_of(graph, replace(schedule, stays=(early,))).both_ways_seconds == 0.0
+    plan = Plan.of(graph, replace(schedule, stays=(early, late)))
+    (told,) = (text for name, text in StoredTensors.of(plan).figures(None) if name == "both directions")
+    assert told.startswith("copies run in both at once for 500.00 ms; they have 60% of their rates")
 
 
 def test_a_plan_adds_its_stalls():
