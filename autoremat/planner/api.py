@@ -14,8 +14,8 @@ from autoremat.planner.exact import annealing, driver, time_indexed_bound
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import baselines, single_phase
-from autoremat.planner.search.candidates import IN_SEQUENCE, Strategies
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.strategies import IN_SEQUENCE, Strategies
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.portfolio

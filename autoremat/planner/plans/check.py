@@ -5,7 +5,7 @@ The planner's own arithmetic is not trusted here. :mod:`autoremat.planner.plans.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 
 from autoremat.basics.errors import PlanInvalid
@@ -30,10 +30,7 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
     own = [op for op in schedule.backward if not 0 <= op < graph.num_forward]
     if sorted(own) != list(range(graph.num_forward, len(graph.ops))):
         raise PlanInvalid("the backward's own ops do not all run once")
-    for place, (index, furthest) in enumerate(zip(own, accumulate(own, max), strict=True), graph.num_forward):
-        op = graph.ops[index]
-        if op.traits & PASSED_BY_NONE and not place == index == furthest:
-            raise PlanInvalid(f"{op.name} and another op of the backward pass each other ({op.traits.name})")
+    _pass_no_effect(graph, own)
     if any(not 0 <= op < graph.num_forward for op in schedule.forward):
         raise PlanInvalid("the forward runs an op that is not its own")
     if missing := graph.required_forward - set(schedule.forward):
@@ -58,6 +55,14 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         made.update(op.outputs)
     if unmade := [graph.values[v].name for v in graph.backward_outputs if v not in made]:
         raise PlanInvalid(f"the outputs {unmade} are never computed")
+
+
+def _pass_no_effect(graph: Graph, own: Sequence[int]) -> None:
+    """Raises ``PlanInvalid`` if one of the backward's own ops that none may pass and another one pass each other."""
+    for place, (index, furthest) in enumerate(zip(own, accumulate(own, max), strict=True), graph.num_forward):
+        op = graph.ops[index]
+        if op.traits & PASSED_BY_NONE and not place == index == furthest:
+            raise PlanInvalid(f"{op.name} and another op of the backward pass each other ({op.traits.name})")
 
 
 def _may_be_recomputed(op: Op) -> None:

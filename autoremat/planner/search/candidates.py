@@ -13,7 +13,6 @@ The search counts its work, so it is deterministic unless the clock interrupts i
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,47 +26,20 @@ from autoremat.planner.graph.schedule import build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.gradients_first import with_gradients_first
 from autoremat.planner.search.greedy_fill import fill
-from autoremat.planner.search.least_peak import lowered, relaxed
+from autoremat.planner.search.least_peak import lowered, relaxed, reordered
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.peak_bound import PeakBound, bound_in_any_sequence
+from autoremat.planner.search.peak_bound import PeakBound
 from autoremat.planner.search.plans_with_stays import PlansWithStays
 from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, SIMULATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
 
 SAVE_ALL = "save all"
-
-
-class Strategies(enum.Flag):
-    """Families of candidates of a search. The plan that saves everything is always a candidate."""
-
-    CURVE = enum.auto()
-    """Minimum cuts at all prices."""
-    SEGMENTS = enum.auto()
-    """Segmentations of the forward. Without this flag the forward is one segment."""
-    FILL = enum.auto()
-    """Greedy fill of free memory."""
-    RECREATE = enum.auto()
-    """Ruin and recreate, from the best filled candidate."""
-    STORE = enum.auto()
-    """Stays, if values have forms."""
-    LOWER = enum.auto()
-    """The search for the least peak, if nothing else fits."""
-    REORDER = enum.auto()
-    """That search once more, with gradients that nothing reads computed as soon as they can be."""
-
-
-IN_SEQUENCE = (
-    Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE | Strategies.STORE | Strategies.LOWER
-)
-"""Every strategy that keeps the sequence of the backward's own ops."""
-
-EVERY_STRATEGY = IN_SEQUENCE | Strategies.REORDER
 
 
 def spread(count: int, wanted: int) -> set[int]:
@@ -296,13 +268,8 @@ class Search:
         wanted = Strategies.LOWER | Strategies.REORDER
         if wanted not in self.strategies or self.graph.single_phase or first.schedule.stays:
             return first
-        schedule = with_gradients_first(self.graph, first.schedule)
-        if schedule == first.schedule:
-            return first
         with self.limit.beside(SETTINGS.least_peak.share) as limit:
-            bound = self.graph.derived(bound_in_any_sequence)
-            found = lowered([Plan.of(self.graph, schedule, "least peak")], bound, limit)
-        return min(first, found, key=lambda p: (p.peak_bytes, p.cost_seconds))
+            return reordered(first, limit)
 
     def lowest_for(self, budget: int) -> Plan:
         """Returns the plan of the minimum peak found. The backward is reordered only for budgets that demand it."""

@@ -234,7 +234,9 @@ class Moments:
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
         border = int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
-        of_one_call = max(working_set_bytes(self.graph), self.graph.derived(bound_in_any_sequence), border if self.others else 0)
+        of_one_call = max(
+            working_set_bytes(self.graph), self.graph.derived(bound_in_any_sequence), border if self.others else 0
+        )
         return of_one_call + self.beside_bytes
 
     def moment_bytes(self) -> int:

@@ -143,7 +143,7 @@ class PeakBound:
         return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + bytes_ + int(self.flow.optimal_flow())
 
     def _surely(self, index: int, place: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Returns, for each op, True if it has surely run, and True if it surely has not, with the arguments of :meth:`least`."""
+        """Returns, for each op, True if it has surely run, and True if it surely has not. See :meth:`least`."""
         graph, ops = self.graph, np.arange(self.count)
         if self.keeps_sequence:
             return ops < place, ops >= place

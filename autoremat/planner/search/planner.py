@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.time_budget import Descent, TimeBudget
 from autoremat.planner.search.work_limit import CHECK, WorkLimit
 from autoremat.planner.settings import SETTINGS
@@ -116,9 +117,7 @@ class Planner:
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
         ends = (self.limit.interrupted, self.ended_by_clock)
-        return PlanningResult(
-            fitting, self.baseline, plan, self._least_bytes(), self._least_seconds(limit, fitting), 1, *ends
-        )
+        return PlanningResult(fitting, self.baseline, plan, self._least_bytes(), self._least_seconds(limit, fitting), 1, *ends)
 
     def _least_bytes(self) -> int:
         """Returns the proven lower bound on the peak of any plan, in any sequence of the backward's own ops."""

@@ -14,10 +14,10 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan, Status
-from autoremat.planner.search.candidates import EVERY_STRATEGY, IN_SEQUENCE, Strategies
 from autoremat.planner.search.gradients_first import with_gradients_first
 from autoremat.planner.search.least_peak import relaxed
 from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.strategies import EVERY_STRATEGY, IN_SEQUENCE, Strategies
 from autoremat.planner.search.work_limit import WorkLimit
 
 

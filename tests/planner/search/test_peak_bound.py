@@ -56,7 +56,7 @@ def test_no_schedule_in_any_sequence_has_a_peak_below_the_bound(data):
 
 
 def test_the_bound_chooses_what_has_run():
-    """A gradient of a weight comes before or after that of the input. Beside the latter, its result or what it reads is live."""
+    """A gradient of a weight comes before that of the input or after it. Beside it, its result or what it reads is live."""
     build = GraphBuilder()
     kept = build.op([build.source(0)], 60, traits=Trait.RANDOM)
     out = build.op([kept], 0)
