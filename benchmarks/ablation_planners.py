@@ -22,8 +22,9 @@ import autoremat
 from autoremat.planner import api
 from autoremat.planner.exact import annealing, driver, large_neighborhood, time_indexed_bound
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.settings import SETTINGS
 
 LAYERED = ((100, 0), (100, 1), (250, 0))

@@ -143,19 +143,15 @@ class _Inserter:
         """Rewrites the backward half after ``schedule``. Raises ``PlanInvalid`` if the schedule does not fit the graph."""
         capture = self.capture
         num_forward = capture.graph.num_forward
-        backward_nodes = [n for n in capture.op_nodes[num_forward:]]
         (output,) = self.graph.find_nodes(op="output")
-        pending = iter([*backward_nodes, output])
+        pending = iter([*map(capture.op_nodes.__getitem__, schedule.own(capture.graph)), output])
         self.cursor = next(pending)
         for position, index in enumerate(schedule.backward, len(schedule.forward)):
             self.load(position)
             if index < num_forward:
                 self.repeat(index)
                 continue
-            node = capture.op_nodes[index]
-            if node is not self.cursor:
-                raise PlanInvalid(f"the schedule runs {node.name} out of order")
-            self.redirect(node)
+            self.redirect(capture.op_nodes[index])
             self.cursor = next(pending)
         outputs: Any = output.args[0]
         kept = capture.num_fwd_outputs

@@ -45,5 +45,6 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
     repeats_extern = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
     stores = bool(plan.schedule.stays)
-    memory_first = planned.is_binding or repeats_extern or stores
+    reorders = not plan.schedule.keeps_sequence(captured.graph)
+    memory_first = planned.is_binding or repeats_extern or stores or reorders
     return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), memory_first, stores)

@@ -108,8 +108,8 @@ class ReportData:
     saving_seconds: float = 0.0
     """Seconds of the memory traffic of saved tensors, beside what fused kernels move in any case."""
     lower_bound_seconds: float | None = 0.0
-    """Lower bound on the seconds of recomputation, stalls and saving of any plan within the budget. None if no plan fits by the
-    simulator."""
+    """Lower bound on the seconds of recomputation, stalls and saving of any plan within the budget that keeps the order of the
+    backward. None if no plan fits by the simulator."""
     cost_model: str = "roofline"
     calibrated_share: float = 0.0
     """Share of the step's estimated seconds that comes from the measured rates of the device."""

@@ -66,7 +66,8 @@ class Plan(Shown):
     host_budget_bytes: int | None = None
     """The bound on the bytes on the host for which the plan was made, or None."""
     lower_bound_seconds: float = 0.0
-    """No plan within the budget costs fewer seconds (``cost_seconds``). Infinite if no plan fits."""
+    """No plan within the budget that keeps the graph's sequence of the backward costs fewer seconds (``cost_seconds``). 0 if this
+    plan has another sequence, infinite if no plan fits."""
     lower_bound_bytes: int = 0
     """No plan has a lower peak, in bytes."""
     interrupted: bool = False
@@ -176,7 +177,7 @@ class Plan(Shown):
     def tables(self) -> Sequence[PlainTable]:
         """Returns the table that ``print`` shows."""
         graph, bound = self.graph, self.lower_bound_seconds
-        least = "no plan fits" if math.isinf(bound) else f"no plan adds less than {format_seconds(bound)}"
+        least = "no plan fits" if math.isinf(bound) else f"no plan in this sequence adds less than {format_seconds(bound)}"
         figures = [
             ("status", self.status.value),
             ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),

@@ -13,7 +13,6 @@ The search counts its work, so it is deterministic unless the clock interrupts i
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -28,40 +27,19 @@ from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
-from autoremat.planner.search.least_peak import lowered, relaxed
+from autoremat.planner.search.least_peak import lowered, relaxed, reordered
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.peak_bound import PeakBound
 from autoremat.planner.search.plans_with_stays import PlansWithStays
 from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, SIMULATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
 
 SAVE_ALL = "save all"
-
-
-class Strategies(enum.Flag):
-    """Families of candidates of a search. The plan that saves everything is always a candidate."""
-
-    CURVE = enum.auto()
-    """Minimum cuts at all prices."""
-    SEGMENTS = enum.auto()
-    """Segmentations of the forward. Without this flag the forward is one segment."""
-    FILL = enum.auto()
-    """Greedy fill of free memory."""
-    RECREATE = enum.auto()
-    """Ruin and recreate, from the best filled candidate."""
-    STORE = enum.auto()
-    """Stays, if values have forms."""
-    LOWER = enum.auto()
-    """The search for the least peak, if nothing else fits."""
-
-
-EVERY_STRATEGY = (
-    Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE | Strategies.STORE | Strategies.LOWER
-)
 
 
 def spread(count: int, wanted: int) -> set[int]:
@@ -264,15 +242,16 @@ class Search:
 
     @cached_property
     def peak_bound(self) -> int:
-        """Lower bound on the peak of one call under any plan."""
+        """Lower bound on the peak of one call under any plan that keeps the graph's sequence."""
         with self.limit.unit():
             return PeakBound(self.graph).peak_bytes()
 
     @cached_property
-    def lowest(self) -> Plan:
-        """The plan of the minimum peak found. It is the same for every budget, so a later search can reproduce it.
+    def lowest_in_sequence(self) -> Plan:
+        """The plan of the minimum peak found that keeps the graph's sequence.
 
-        The search for it takes no work from one for a budget.
+        It is the same for every budget, so a later search can reproduce it. The search for it takes no work from one for a
+        budget.
         """
         if Strategies.LOWER not in self.strategies or self.graph.single_phase:
             return self.smallest
@@ -282,15 +261,30 @@ class Search:
             found = lowered(starts, self.peak_bound, limit)
         return min(self.smallest, found, key=lambda p: (p.peak_bytes, p.cost_seconds))
 
+    @cached_property
+    def lowest(self) -> Plan:
+        """The plan of the minimum peak found, in the graph's sequence or with gradients first. It too depends on no budget."""
+        first = self.lowest_in_sequence
+        wanted = Strategies.LOWER | Strategies.REORDER
+        if wanted not in self.strategies or self.graph.single_phase or first.schedule.stays:
+            return first
+        with self.limit.beside(SETTINGS.least_peak.share) as limit:
+            return reordered(first, limit)
+
+    def lowest_for(self, budget: int) -> Plan:
+        """Returns the plan of the minimum peak found. The backward is reordered only for budgets that demand it."""
+        return self.lowest_in_sequence if self.lowest_in_sequence.peak_bytes <= budget else self.lowest
+
     def lowered_to(self, budget: int) -> Plan | None:
         """Returns the plan of the minimum peak found without the recomputation that ``budget`` bytes do not demand, if it fits.
 
         It is for budgets that no other plan keeps to.
         """
-        if self.lowest.peak_bytes > budget:
+        lowest = self.lowest_for(budget)
+        if lowest.peak_bytes > budget:
             return None
         with self.limit.beside(SETTINGS.least_peak.share) as limit:
-            self.lowered.append(self.lowest if self.lowest.schedule.stays else relaxed(self.lowest, budget, limit))
+            self.lowered.append(lowest if lowest.schedule.stays else relaxed(lowest, budget, limit))
         return self.lowered[-1]
 
     @cached_property

@@ -25,8 +25,8 @@ price above it is a bound with these bytes. Only the bytes of forms count where 
 In graphs that fuse, a recomputed op may cost nothing and still run in a kernel that takes a while. So no seconds bound what is
 stored behind the border, and the bound of the border alone counts on the engines.
 
-The bounds hold for every plan that runs the forward once, in the given sequence, and recomputes in the backward as often as it
-likes.
+These bounds hold for every plan that runs the forward and the backward's own ops once, in the given sequence, and recomputes in
+the backward as often as it likes. The bound on the peak holds for any sequence of the backward's own ops.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
+from autoremat.planner.search.peak_bound import bound_in_any_sequence
 from autoremat.planner.search.relief import Relief, forward_seconds_at_most
 from autoremat.planner.settings import SETTINGS
 
@@ -57,7 +58,8 @@ class Bounds(Protocol):
     """Lower bounds on all plans of a graph."""
 
     def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if no plan fits."""
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the graph's sequence; infinite
+        if none fits."""
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
@@ -166,7 +168,8 @@ class Moments:
         return producer is not None and self.graph.ops[producer].kind is Kind.POINTWISE
 
     def seconds(self, budget: int, traffic: bool = True) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if no plan fits.
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the graph's sequence; infinite
+        if none fits.
 
         Without ``traffic``, it is one on their added seconds. Once the limit has passed, program points that are left give no
         bound.
@@ -240,11 +243,17 @@ class Moments:
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
-        beside, border = self.beside_bytes, int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
-        return max(working_set_bytes(self.graph) + beside, self.moment_bytes(), border + beside if self.others else 0)
+        border = int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
+        of_one_call = max(
+            working_set_bytes(self.graph), self.graph.derived(bound_in_any_sequence), border if self.others else 0
+        )
+        return of_one_call + self.beside_bytes
 
     def moment_bytes(self) -> int:
-        """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""
+        """Returns a lower bound on the bytes that are live at the program points: their maximum over all points.
+
+        Plans that reorder the backward may have less.
+        """
         known = [m for m in self.chosen if m in self._least or not self.limit.has_passed()]
         return int(max((self._least_bytes(m) - self._room(m, 0) for m in known), default=0.0))
 
@@ -291,12 +300,11 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
 def working_set_bytes(graph: Graph) -> int:
     """Returns a lower bound on the peak from the inputs, outputs and workspace of each extern op.
 
-    For backward ops, values that the caller holds count as well: forward outputs, tangents and the gradients so far.
+    For backward ops, forward outputs and tangents count as well, and all gradients after the last one.
     """
     values = graph.values
     bound = 0
     resident = set(graph.forward_outputs) | {v for v, value in enumerate(values) if value.role is Role.TANGENT}
-    gradients = set(graph.backward_outputs)
     resident_bytes = sum(values[v].bytes for v in resident)
     runs = graph.ancestors([*graph.required_forward, *graph.producers(graph.backward_needs)])
     for index, op in enumerate(graph.ops):
@@ -305,8 +313,6 @@ def working_set_bytes(graph: Graph) -> int:
             beside = 0 if op.forward else resident_bytes
             counted = live if op.forward else live - resident
             bound = max(bound, beside + sum(values[v].bytes for v in counted) + op.workspace_bytes)
-        if not op.forward:
-            made = gradients.intersection(op.outputs) - resident
-            resident |= made
-            resident_bytes += sum(values[v].bytes for v in made)
-    return max(bound, resident_bytes)
+    made = {v for op in graph.ops if not op.forward for v in op.outputs}
+    gradients = made.intersection(graph.backward_outputs) - resident
+    return max(bound, resident_bytes + sum(values[v].bytes for v in gradients))

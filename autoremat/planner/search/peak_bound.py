@@ -7,8 +7,9 @@ backward that fusion may inline where their results are read. The fewest such by
 
     source -> op            infinite, for every op that runs once
     op -> value             bytes of the value; 0 if it is live in any case; infinite if fusion inlines it
-    value -> reading op     infinite, for every op that can run again
-    value -> sink           infinite, for every value that this op or a later one reads
+    value -> reading op     infinite, for every op that can run again or has not run
+    op -> sink              infinite, for every op of the backward that has not run
+    value -> sink           infinite, for every value that the caller gets
 
 A result that is not materialised holds no bytes, but its inputs are live until its readers have run. The cut counts these.
 
@@ -16,6 +17,9 @@ Where an op reads a value of the forward, some op computed it last. If it ran ag
 then, beside all that later ops need. From there on the value was live, too. The least peak over all such places is a bound.
 
 Both bounds hold for all plans whose backward runs its own ops once and in sequence, with any recomputation.
+
+In *any* sequence, only what an op depends on has surely run before it, and what depends on it has not. Of the others, the cut
+chooses those that have run: an op on the side of the source has, with all that it depends on. Only the first bound is one then.
 """
 
 from __future__ import annotations
@@ -35,11 +39,16 @@ INFINITE = 1 << 60
 """Capacity of arcs that no cut contains: more than the bytes of any graph."""
 
 
-class PeakBound:
-    """The lower bound of one graph with a backward."""
+def bound_in_any_sequence(graph: Graph) -> int:
+    """Returns the lower bound on the peak of one call, whatever the sequence of the backward's own ops."""
+    return PeakBound(graph, keeps_sequence=False).peak_bytes()
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.count = graph, len(graph.ops)
+
+class PeakBound:
+    """The lower bound of one graph with a backward, whose own ops keep the graph's sequence if ``keeps_sequence``."""
+
+    def __init__(self, graph: Graph, keeps_sequence: bool = True) -> None:
+        self.graph, self.count, self.keeps_sequence = graph, len(graph.ops), keeps_sequence
         self.outputs = frozenset(graph.forward_outputs).intersection(graph.forward_values)
         self.gradients = frozenset(graph.backward_outputs).difference(graph.forward_values)
         self.bytes = [min([value.bytes, *(form.device_bytes for form in value.forms)]) for value in graph.values]
@@ -49,7 +58,7 @@ class PeakBound:
         self.last_read = [max(readers, default=-1) for readers in graph.readers]
         for value in graph.backward_outputs:
             self.last_read[value] = self.count
-        self.fusion = CertainFusion(graph)
+        self.fusion = CertainFusion(graph, keeps_sequence)
         self.materialised = self.fusion.materialised
         self.inlined = [self.fusion.is_inlined(value) for value in range(len(graph.values))]
         self.runs_once = [not self._can_run_again(index) for index in range(self.count)]
@@ -75,14 +84,17 @@ class PeakBound:
         self.values = [v for v, producer in enumerate(self.producer) if producer >= 0]
         node = {value: count + number for number, value in enumerate(self.values)}
         self.source, self.sink = count + len(self.values), count + len(self.values) + 1
-        once = [(self.source, index) for index in range(count) if self.runs_once[index]]
-        reads = [(node[v], i) for i in range(count) if not self.runs_once[i] for v in graph.computed_inputs[i]]
+        own = range(graph.num_forward, count)
+        self.single = [index for index in range(count) if self.runs_once[index]]
+        again = [index for index in range(count) if not (self.runs_once[index] and graph.ops[index].forward)]
+        behind = [(i, self.producer[v]) for i in own for v in graph.computed_inputs[i]]
         self.flow = max_flow.SimpleMaxFlow()
-        self._arcs([*once, *reads])
+        self._arcs([(node[value], index) for index in again for value in graph.computed_inputs[index]])
+        self._arcs([(node[value], self.sink) for value in graph.backward_outputs if value in node])
+        self._arcs([(index, maker) for index, maker in behind if maker in own and self.runs_once[maker]])
+        self.once = self._arcs([(self.source, index) for index in self.single])
+        self.later = self._arcs([(index, self.sink) for index in own])
         self.hold = self._arcs([(self.producer[value], node[value]) for value in self.values])
-        self.need = self._arcs([(node[value], self.sink) for value in self.values])
-        self.made_at = np.array([self.producer[value] for value in self.values], dtype=np.int64)
-        self.read_until = np.array([self.last_read[value] for value in self.values], dtype=np.int64)
         prices = (INFINITE if self.inlined[value] else self.bytes[value] for value in self.values)
         self.prices = np.array(list(prices), dtype=np.int64)
 
@@ -91,10 +103,6 @@ class PeakBound:
         capacities = np.full(len(ends), INFINITE, dtype=np.int64)
         arcs: NDArray[np.int32] = self.flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
         return arcs
-
-    def held(self, place: int) -> set[int]:
-        """Returns the values that the caller holds while the backward is at ``place``."""
-        return {value for value in self.outputs | self.gradients if self.is_held(value, place)}
 
     def read(self, index: int) -> set[int]:
         """Returns the materialised values that an op reads under every plan, also through inlined results."""
@@ -124,16 +132,39 @@ class PeakBound:
 
         The values ``live`` are live beside those of the caller.
         """
-        free = np.isin(self.values, list(live | self.held(place))) | (self.made_at >= place)
-        needed = (self.made_at < place) & (place <= self.read_until)
-        self.flow.set_arcs_capacity(self.hold, np.where(free, 0, self.prices))
-        self.flow.set_arcs_capacity(self.need, np.where(needed, INFINITE, 0))
+        ran, left = self._surely(index, place)
+        certain = self.outputs | live.union(value for value in self.gradients if ran[self.producer[value]])
+        self.flow.set_arcs_capacity(self.once, np.where(ran[self.single], INFINITE, 0))
+        self.flow.set_arcs_capacity(self.later, np.where(left[self.graph.num_forward :], INFINITE, 0))
+        self.flow.set_arcs_capacity(self.hold, np.where(np.isin(self.values, list(certain)), 0, self.prices))
         self.flow.solve(self.source, self.sink)
         self.cuts_left -= 1
-        return self._certain_bytes(index, place, live) + int(self.flow.optimal_flow())
+        bytes_ = sum(self.graph.values[value].bytes for value in certain)
+        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + bytes_ + int(self.flow.optimal_flow())
+
+    def _surely(self, index: int, place: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Returns, for each op, True if it has surely run, and True if it surely has not. See :meth:`least`."""
+        graph, ops = self.graph, np.arange(self.count)
+        if self.keeps_sequence:
+            return ops < place, ops >= place
+        ran, left = ops < graph.num_forward, np.zeros(self.count, dtype=np.bool_)
+        ran[list(graph.ancestors([index]))] = True
+        left[list(self._dependents(index))] = True
+        ran[index], left[index] = place > index, place <= index
+        return ran, left
+
+    def _dependents(self, index: int) -> set[int]:
+        """Returns the ops that depend on op ``index`` of the backward, and the op itself."""
+        found, stack = {index}, [index]
+        while stack:
+            further = {reader for value in self.graph.made[stack.pop()] for reader in self.graph.readers[value]} - found
+            found |= further
+            stack += further
+        return found
 
     def _certain_bytes(self, index: int, place: int, live: set[int]) -> int:
-        """Returns the bytes that are live beside the cut: tangents, workspace, the values ``live`` and those of the caller."""
+        """Returns the bytes that are live beside the cut if the backward keeps its sequence: tangents, workspace, the values
+        ``live`` and those of the caller."""
         beside = sum(self.graph.values[value].bytes for value in live if not self.is_held(value, place))
         return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + int(self.held_bytes[place]) + beside
 
@@ -176,7 +207,7 @@ class PeakBound:
             if most[index] <= found:
                 break
             found = max(found, self.bytes_at(index))
-        for index in sorted(backward, key=lambda index: (-most[index], index)):
+        for index in sorted(backward, key=lambda index: (-most[index], index)) if self.keeps_sequence else ():
             for value in sorted(self.read(index)):
                 if self.can_be_repeated(value):
                     found = max(found, self.bytes_of_reading(value, index, found))

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.time_budget import Descent, TimeBudget
 from autoremat.planner.search.work_limit import CHECK, WorkLimit
 from autoremat.planner.settings import SETTINGS
@@ -101,13 +102,12 @@ class Planner:
         lower peak is not searched for then: what is accepted need not fall with the peak.
         """
         best = self.choose(budget_bytes, accepts=accepts)
-        search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, is_lowered = self._least_bytes(), budget_bytes is not None and search.smallest.peak_bytes > budget_bytes
-        smallest = search.lowest if is_lowered and accepts is None else search.smallest
-        if budget_bytes is not None and budget_bytes < bytes_:
-            seconds = math.inf
+        search, smallest = self.search, self.search.smallest
+        if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
+            smallest = search.lowest_for(budget_bytes)
+        seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes, best)
         ends = (search.is_limited, self.ended_by_clock)
-        return PlanningResult(best, self.baseline, smallest, bytes_, seconds, search.simulated, *ends)
+        return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends)
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
@@ -116,13 +116,24 @@ class Planner:
         """
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
-        bytes_, seconds = self._least_bytes(), self.moments.seconds(limit)
         ends = (self.limit.interrupted, self.ended_by_clock)
-        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, *ends)
+        return PlanningResult(fitting, self.baseline, plan, self._least_bytes(), self._least_seconds(limit, fitting), 1, *ends)
 
     def _least_bytes(self) -> int:
-        """Returns the proven lower bound on the peak of any plan."""
-        return max(self.moments.peak_bytes(), self.search.peak_bound + self.moments.beside_bytes)
+        """Returns the proven lower bound on the peak of any plan, in any sequence of the backward's own ops."""
+        return self.moments.peak_bytes()
+
+    def _least_seconds(self, budget: int, plan: Plan | None) -> float:
+        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits.
+
+        It holds for plans in the graph's sequence, of which ``plan`` is the best. It is 0 if ``plan`` has another sequence, or
+        if none is known and another sequence might fit.
+        """
+        if budget < self._least_bytes():
+            return math.inf
+        seconds = self.moments.seconds(budget)
+        is_known = plan is None or plan.schedule.keeps_sequence(self.graph)
+        return seconds if is_known and math.isfinite(seconds) else 0.0
 
     def choose(
         self,
@@ -147,7 +158,7 @@ class Planner:
                 best = search.cheapest(budget_bytes)
             smallest = search.smallest
             if best is None and budget_bytes is not None and accepts is None:
-                best, smallest = search.lowered_to(budget_bytes), search.lowest
+                best, smallest = search.lowered_to(budget_bytes), search.lowest_for(budget_bytes)
             for plan in filter(None, (best, smallest)):
                 self.check(plan)
         return best

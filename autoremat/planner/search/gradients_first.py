@@ -1,0 +1,42 @@
+"""Reorders the backward: gradients that nothing reads, such as those of weights, come as soon as they can be computed.
+
+Autograd traces a layer's gradient of the input before that of the weight. The layer's input and its gradient are then live
+together, although the gradient of the weight alone reads the input:
+
+    dx = dy @ w.T          x, dy, dx               dw = x.T @ dy         x, dy, dw
+    dw = x.T @ dy          x, dy, dx, dw           dx = dy @ w.T         dy, dx, dw
+
+Only extern kernels move, so fused kernels stay whole. None moves before an op with one of the traits ``PASSED_BY_NONE``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import PASSED_BY_NONE, Kind
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.live_ranges import Buffers
+from autoremat.planner.search.later_recomputation import with_backward
+
+
+def with_gradients_first(graph: Graph, schedule: Schedule) -> Schedule:
+    """Returns ``schedule``, which has no stays, with each such gradient behind the last execution that it reads from."""
+    border, buffers = len(schedule.forward), Buffers(graph, schedule)
+    ready = np.full(len(schedule.sequence), border)
+    np.maximum.at(ready, buffers.reader, buffers.start[buffers.source] + 1)
+    places, free_from = [], border
+    for position, index in enumerate(schedule.backward, border):
+        may_move = _is_gradient_alone(graph, index)
+        places.append((max(int(ready[position]), free_from), 0) if may_move else (position, 1))
+        if index >= graph.num_forward and graph.ops[index].traits & PASSED_BY_NONE:
+            free_from = position + 1
+    return with_backward(graph, (index for _, index in sorted(zip(places, schedule.backward, strict=True), key=lambda e: e[0])))
+
+
+def _is_gradient_alone(graph: Graph, index: int) -> bool:
+    """Returns True if an op is an extern kernel of the backward whose results are returned and not read."""
+    op = graph.ops[index]
+    if op.forward or op.kind is not Kind.EXTERN or op.traits & PASSED_BY_NONE or not op.outputs:
+        return False
+    return all(value in graph.backward_outputs and not graph.readers[value] for value in op.outputs)
