@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning, find_cause
-from autoremat.compiler.cuts import parts_of_nodes
+from autoremat.basics.units import format_bytes
+from autoremat.compiler import early_gradients
+from autoremat.compiler.cuts import Cuts
 from autoremat.planner.multigraph.frame import Frame, Part
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -147,14 +151,32 @@ def minimum(**options: Any) -> BudgetInfeasible:
     return error
 
 
-@pytest.mark.parametrize("parts", [4, 8])
-def test_the_ledger_counts_gradients_as_freed_if_the_user_says_so_and_the_minimum_holds(parts):
-    kept, freed = (minimum(early_gradients=parts, hooks_free_gradients=frees) for frees in (False, True))
+def test_the_ledger_counts_gradients_as_freed_if_the_user_says_so_and_the_minimum_holds():
+    kept, freed = (minimum(early_gradients=4, hooks_free_gradients=frees) for frees in (False, True))
     assert kept.minimum_bytes > 4 * LAYER_BYTES
     assert freed.minimum_bytes < 0.6 * kept.minimum_bytes
     assert "hooks_free_gradients=True says so" in str(kept)
-    trained = train(Layers, memory_budget=freed.minimum_bytes, hooks_free_gradients=True, early_gradients=parts)
+    trained = train(Layers, memory_budget=freed.minimum_bytes, hooks_free_gradients=True, early_gradients=4)
     assert 0.8 * freed.minimum_bytes <= trained.peak <= freed.minimum_bytes
+    finer = train(Layers, memory_budget=freed.minimum_bytes - 1, hooks_free_gradients=True)
+    assert [report.notes[0].partition(" for")[0] for report in finer.reports] == [f"part {n} of 8" for n in range(1, 9)]
+    assert f"4 (minimum {format_bytes(freed.minimum_bytes)}), 8 (minimum" in finer.reports[0].notes[0]
+    assert finer.peak < freed.minimum_bytes
+    assert finer.equals(trained)
+
+
+def test_an_error_names_the_numbers_of_parts_that_were_tried():
+    error = minimum(hooks_free_gradients=True)
+    assert re.search(r"tried: 4 \(minimum .*\), 8 \(minimum .*\)\. None fits, and 8 need the least", str(error))
+
+
+def test_a_graph_in_one_part_has_the_bits_of_the_whole_graph_and_counts_the_hooks():
+    with mock.patch.object(early_gradients, "candidates", lambda divide, frees, least: [divide(least)]):
+        found = train(Layers, memory_budget=1 << 30, hooks_free_gradients=True)
+    (report,) = found.reports
+    assert report.notes[0].startswith("part 1 of 1 for early gradients")
+    assert "a hook allocates" in report.notes[0]
+    assert found.equals(train(Layers, early_gradients=False))
 
 
 def test_without_hooks_or_with_false_the_graph_stays_whole():
@@ -275,7 +297,7 @@ def captured(model: Callable[[Tensor], Tensor], count: int) -> tuple[fx.GraphMod
     found: list[tuple[fx.GraphModule, list[set[str]]]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        part = parts_of_nodes(gm, inputs, count, "cpu")
+        part = Cuts(gm, inputs, "cpu").divided(count).part_of
         parts: list[set[str]] = [set() for _ in range(max(part.values()) + 1)]
         for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
             if isinstance(tensor, nn.Parameter):
