@@ -27,8 +27,8 @@ class Division:
     """The part of each node, from 0."""
     gradient_bytes: int
     """The most bytes of parameters that one part is the first to read and that require gradients."""
-    crossing_bytes: int
-    """Bytes of the results that cross a cut, all cuts together."""
+    crossing_bytes: tuple[int, ...]
+    """For each cut, the bytes of the results that cross it."""
 
     @property
     def count(self) -> int:
@@ -72,7 +72,7 @@ class Cuts:
         part_of = {node: bisect_right(ordered, i) for i, node in enumerate(self.nodes)}
         ends = [0, *(self.arrived[place - 1] for place in ordered), *self.arrived[-1:]]
         most = max((end - begin for begin, end in pairwise(ends)), default=0)
-        return Division(part_of, most, sum(self.crossing[place] or 0 for place in ordered))
+        return Division(part_of, most, tuple(self.crossing[place] or 0 for place in ordered))
 
 
 def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str) -> list[int]:

@@ -135,7 +135,8 @@ class _ChoiceOfParts:
     def _candidate(self, number: int) -> Candidate:
         division = self.cuts.divided(number)
         gradient_bytes = division.gradient_bytes if self.hooks.freed else 0
-        return Candidate(number, division.count, gradient_bytes, division.crossing_bytes)
+        crossing = division.crossing_bytes
+        return Candidate(number, division.count, gradient_bytes, sum(crossing), max(crossing, default=0))
 
 
 def _is_trained(tensor: Any) -> bool:

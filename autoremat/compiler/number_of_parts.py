@@ -1,8 +1,8 @@
 """The number of parts of a graph for early gradients: that of the least predicted seconds among those that keep the budget.
 
-More parts hand over gradients earlier. That leaves memory, so less is recomputed. But each cut ends fusion. Each number is
-planned anew, which takes seconds. So it is planned only if what is known predicts that it is better: its cuts, and the plans of
-other numbers under a budget that is larger by the gradients that leave earlier.
+More parts hand over gradients earlier. That leaves memory, so less is recomputed. But each cut ends fusion, and each part is a
+call. Each number is planned anew, which takes seconds. So it is planned only if what is known predicts that it is better: its
+cuts, and the plans of other numbers under a budget that is larger by the gradients that leave earlier.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from autoremat.agreement.joining import session_at
 from autoremat.basics.units import format_bytes, format_seconds
@@ -22,7 +22,11 @@ FIRST = 4
 """The number that is planned first, and the number without a budget."""
 
 MOST = 16
-"""The largest number that is considered. Each part is compiled by itself, and calls a node of autograd by itself."""
+"""The largest number that is considered, because each part is compiled by itself."""
+
+SECONDS_OF_A_PART = 1e-4
+"""Seconds that the calls of one more forward and backward take: the difference of a step of small linear layers in one and in
+sixteen parts, uncompiled and by Inductor, per part."""
 
 WORTH = 0.01
 """Share of the step's seconds that another number must save by prediction, because its planning takes time."""
@@ -41,7 +45,9 @@ class Candidate:
     gradient_bytes: int
     """The most bytes of gradients that one part hands over and hooks free; 0 if all gradients stay."""
     crossing_bytes: int
-    """Bytes of the tensors that cross a cut."""
+    """Bytes of the tensors that cross a cut, all cuts together."""
+    widest_bytes: int
+    """The most bytes that cross one cut."""
 
     def distance(self, other: Candidate) -> float:
         """Returns the distance between two numbers, in doublings."""
@@ -74,7 +80,9 @@ class Trial:
     @property
     def seconds(self) -> float:
         """Predicted seconds of the step; infinite if it does not fit."""
-        return math.inf if self.agreed.profile is None else self.agreed.profile.predicted_seconds
+        if self.agreed.profile is None:
+            return math.inf
+        return self.agreed.profile.predicted_seconds + SECONDS_OF_A_PART * self.candidate.count
 
     def minimum_of(self, other: Candidate) -> int:
         """Returns the minimum peak that this trial predicts for another number."""
@@ -87,7 +95,8 @@ class Trial:
         per_byte = max(graph.seconds_per_border_byte for graph in step.graphs)
         # What crosses a cut is written and read again in the forward, and its gradient in the backward.
         borders = 2 * per_byte * (other.crossing_bytes - self.candidate.crossing_bytes)
-        return self.seconds + predicted - present + borders
+        calls = SECONDS_OF_A_PART * (other.count - self.candidate.count)
+        return self.seconds + predicted - present + borders + calls
 
     def _relief(self, other: Candidate) -> int:
         """Returns the bytes by which the peak is lower with another number: gradients, less the tensors that its cuts keep."""
@@ -98,14 +107,16 @@ class Trial:
 def candidates(divide: Callable[[int], Candidate], frees: bool, least: int) -> list[Candidate]:
     """Returns the numbers of parts that may be best, ``FIRST`` at the front, from ``least`` to at most ``MOST``.
 
-    ``frees`` is True if hooks free gradients. Otherwise more parts leave no more memory.
+    ``frees`` is True if hooks free gradients. Otherwise more parts leave no more memory. No cut of more parts is wider than
+    all those of ``FIRST``: cuts inside of layers would keep more, and separate the readers of a residual.
     """
     found = [divide(FIRST)]
     number = FIRST
     while frees and number < MOST:
         number *= 2
         finer = divide(number)
-        if finer.count < number or finer.gradient_bytes > FEWER_BYTES * found[-1].gradient_bytes:
+        is_allowed = finer.count == number and finer.widest_bytes <= found[0].widest_bytes
+        if not is_allowed or finer.gradient_bytes > FEWER_BYTES * found[-1].gradient_bytes:
             break
         found.append(finer)
     return [*found, *(divide(number) for number in (2, 1) if least <= number < found[0].count)]
@@ -116,7 +127,7 @@ def agreed_candidates(found: Sequence[Candidate], agreement: str | tuple[int, ..
     with session_at("the number of parts for early gradients", agreement, communicates=False) as session:
         if session is None:
             return found
-        own = [[one.number, one.count, one.gradient_bytes, one.crossing_bytes] for one in found]
+        own = [[*astuple(one)] for one in found]
         told = session.round("numbers of parts", own, lambda parts: parts[min(parts)])
     return [Candidate(*map(int, one)) for one in told]
 

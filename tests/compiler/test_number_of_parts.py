@@ -13,7 +13,7 @@ GRADIENTS, SAVED, SECONDS = 1600, 800, 10.0
 
 
 def divided(number: int, crossing_bytes: int = 0) -> Candidate:
-    return Candidate(number, number, GRADIENTS // number, crossing_bytes * (number - 1))
+    return Candidate(number, number, GRADIENTS // number, crossing_bytes * (number - 1), crossing_bytes)
 
 
 def step_of(number: int, per_byte: float = 0.0, lost_at_a_cut: float = 0.0) -> Step:
@@ -89,10 +89,11 @@ def test_if_none_fits_the_note_says_which_numbers_were_tried_and_what_each_needs
 )
 def test_the_candidates_are_as_many_as_places_to_cut_allow_and_help(frees, most_places, least, expected):
     def divide(number: int) -> Candidate:
-        return Candidate(number, min(number, most_places), GRADIENTS // number if frees else 0, 0)
+        return Candidate(number, min(number, most_places), GRADIENTS // number if frees else 0, 0, 0)
 
     assert [one.number for one in candidates(divide, frees, least)] == expected
 
 
-def test_more_parts_of_which_one_keeps_most_gradients_are_no_candidates():
-    assert [one.number for one in candidates(lambda n: Candidate(n, n, max(GRADIENTS // n, 390), 0), True, 2)] == [4, 2]
+def test_more_parts_of_which_one_keeps_most_gradients_or_whose_cuts_are_wider_are_no_candidates():
+    assert [one.number for one in candidates(lambda n: Candidate(n, n, max(GRADIENTS // n, 390), 0, 0), True, 2)] == [4, 2]
+    assert [one.number for one in candidates(lambda n: Candidate(n, n, GRADIENTS // n, n, 1 + n // 16), True, 2)] == [4, 8, 2]
