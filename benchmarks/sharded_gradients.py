@@ -70,8 +70,8 @@ def cut_anyway(compile: Callable[[TokenLoss], Any]) -> Callable[[TokenLoss], Any
 
 def ways_to_shard(compiler: str) -> Iterator[list[Way]]:
     """Yields the ways of one table after the other."""
-    whole = planned(compiler, hooks_free_gradients=False)
-    parts = planned(compiler, hooks_free_gradients=False, early_gradients=4)
+    whole = planned(compiler, hooks_free_gradients=False, early_gradients="auto")
+    parts = planned(compiler, hooks_free_gradients=False)
     yield [
         Way("fully_shard of the model, then compile", by_fully_shard(whole, by_layer=False)),
         Way("the same, cut in 4 parts", cut_anyway(by_fully_shard(parts, by_layer=False))),

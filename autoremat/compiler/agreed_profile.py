@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autoremat.agreement.joining import session_at
@@ -28,38 +29,62 @@ class Gathers:
     """Returns the step with plans that run each gather once."""
 
 
-def agreed_profile(
-    step: Step, request: Request, place: str, settles_as: str = "", communicates: bool = True, gathers: Gathers | None = None
-) -> StepProfile:
+@dataclass(frozen=True)
+class AgreedStep:
+    """The step and the budget in bytes that all ranks have in common."""
+
+    step: Step
+    budget_bytes: int | None
+
+    @cached_property
+    def profile(self) -> StepProfile | None:
+        """The step under its budget; None if no choice of plans fits."""
+        try:
+            return self.step.shared_out(self.budget_bytes)
+        except BudgetInfeasible:
+            return None
+
+
+def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "") -> StepProfile:
     """Returns the profile under the limits of the request for all ranks that have a step of the same graphs in the same order.
 
-    The ranks meet at ``place``. ``communicates`` is False if a rank may have a step of its own when it compiles again. If ranks
-    of ``gathers`` do not come, the plans run each gather once.
+    The ranks meet at ``place``. Raises ``BudgetInfeasible`` as :func:`profile_within` does.
+    """
+    return profile_within(agreed_step(step, request, place), request, settles_as)
+
+
+def profile_within(agreed: AgreedStep, request: Request, settles_as: str = "") -> StepProfile:
+    """Returns the profile of a step under its budget.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, a step that ``settles_as``
     names for a warning gets the minimum peak found instead.
     """
-    limits = request.limits
-    step, budget = _agreed(step, limits.bytes_for(step.reference_peak_bytes), request.agreement, place, communicates, gathers)
-    try:
-        profile = step.shared_out(budget, limits.advice)
-    except BudgetInfeasible as error:
-        if not settles_as or request.must_fit:
-            raise
-        message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes)
-        warnings.warn(message, BudgetWarning, stacklevel=6)
-        profile = step.shared_out(error.minimum_bytes)
+    step, budget, limits = agreed.step, agreed.budget_bytes, request.limits
+    profile = agreed.profile
+    if profile is None:
+        try:
+            profile = step.shared_out(budget, limits.advice)
+        except BudgetInfeasible as error:
+            if not settles_as or request.must_fit:
+                raise
+            message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes)
+            warnings.warn(message, BudgetWarning, stacklevel=6)
+            profile = step.shared_out(error.minimum_bytes)
     return profile if limits.ledger is None else replace(profile, device_ledger=limits.ledger.of_step(profile.peak_bytes))
 
 
-def _agreed(
-    step: Step, budget: int | None, ranks: str | tuple[int, ...], place: str, communicates: bool, gathers: Gathers | None
-) -> tuple[Step, int | None]:
-    """Returns the step and the budget in bytes of all ranks.
+def agreed_step(
+    step: Step, request: Request, place: str, communicates: bool = True, gathers: Gathers | None = None
+) -> AgreedStep:
+    """Returns the step and the budget of all ranks that have a step of the same graphs in the same order.
 
     Each moment has the base bytes of the rank with the most. The budgets of device and host are the least of all ranks. Plans
     and seconds are those of the lowest rank.
+
+    The ranks meet at ``place``. ``communicates`` is False if a rank may have a step of its own when it compiles again. If ranks
+    of ``gathers`` do not come, the plans run each gather once.
     """
+    budget = request.limits.bytes_for(step.reference_peak_bytes)
     structure = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
     kind = hashlib.sha256("\n".join(structure).encode()).hexdigest()
 
@@ -67,14 +92,14 @@ def _agreed(
         """Returns the joint step of each kind."""
         return {kind: _joint([*alike.values()]) for kind, alike in grouped(parts, "kind").items()}
 
-    with session_at(place, ranks, communicates=communicates) as session:
+    with session_at(place, request.agreement, communicates=communicates) as session:
         members = () if session is None else session.members
         if gathers is not None and not gathers.ranks.issubset(members):
             step = gathers.run_once()
         if session is None:
-            return step, budget
+            return AgreedStep(step, budget)
         agreed = session.round("profile", {"kind": kind, "step": plain(step), "budget": budget}, join)[kind]
-    return CODEC.read(Step, agreed["step"]), agreed["budget"]
+    return AgreedStep(CODEC.read(Step, agreed["step"]), agreed["budget"])
 
 
 def _joint(alike: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,26 +19,60 @@ WINDOW = 0.25
 """The share of a part by which a cut may miss the place of equal parts, for fewer bytes across it."""
 
 
-def parts_of_nodes(module: fx.GraphModule, inputs: Sequence[Any], count: int, device_type: str) -> dict[fx.Node, int]:
-    """Returns the part of each node of a captured graph, from 0 to at most ``count - 1``.
+@dataclass(frozen=True, eq=False)
+class Division:
+    """A captured graph divided into parts, and what the cuts alone tell of it."""
 
-    Each part is the first to read some of the parameters that require gradients, so these gradients leave after its backward.
-    There are fewer parts than ``count`` if there are fewer places to cut, and one if there is none.
-    """
-    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    arrived = list(accumulate(_arriving_bytes(module, inputs, nodes, device_type)))
-    crossing = _crossing_bytes(module, nodes, device_type)
-    whole = arrived[-1] if arrived else 0
-    # A cut before node ``i`` leaves ``arrived[i - 1]`` bytes of parameters to the parts before it.
-    allowed = [i for i in range(1, len(nodes)) if crossing[i] is not None and 0 < arrived[i - 1] < whole]
-    cuts: dict[int, int] = {}
-    for ideal in (number * whole / count for number in range(1, count)):
-        miss = {i: abs(arrived[i - 1] - ideal) for i in allowed}
-        near = [i for i in allowed if miss[i] <= WINDOW * whole / count]
-        best = sorted(near, key=lambda i: (crossing[i], miss[i])) or sorted(allowed, key=lambda i: (miss[i], crossing[i]))
-        for place in best[:1]:
-            cuts.setdefault(arrived[place - 1], place)
-    return {node: sum(place <= i for place in cuts.values()) for i, node in enumerate(nodes)}
+    part_of: Mapping[fx.Node, int]
+    """The part of each node, from 0."""
+    gradient_bytes: int
+    """The most bytes of parameters that one part is the first to read and that require gradients."""
+    crossing_bytes: tuple[int, ...]
+    """For each cut, the bytes of the results that cross it."""
+
+    @property
+    def count(self) -> int:
+        """Number of parts."""
+        return max(self.part_of.values(), default=0) + 1
+
+
+class Cuts:
+    """The places at which a captured graph may be cut."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], device_type: str) -> None:
+        self.nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+        self.arrived = list(accumulate(_arriving_bytes(module, inputs, self.nodes, device_type)))
+        """For each node, the bytes of the parameters that it or an earlier node reads."""
+        self.crossing = _crossing_bytes(module, self.nodes, device_type)
+        whole = self.arrived[-1] if self.arrived else 0
+        places = range(1, len(self.nodes))
+        # A cut before node ``i`` leaves ``arrived[i - 1]`` bytes of parameters to the parts before it.
+        self.allowed = [i for i in places if self.crossing[i] is not None and 0 < self.arrived[i - 1] < whole]
+
+    def divided(self, count: int) -> Division:
+        """Returns the graph in at most ``count`` parts of about equal bytes of parameters.
+
+        Each part is the first to read some of the parameters that require gradients, so these gradients leave after its
+        backward. There are fewer parts than ``count`` if there are fewer places to cut, and one if there is none.
+        """
+        whole = self.arrived[-1] if self.arrived else 0
+        cuts: dict[int, int] = {}
+        for ideal in (number * whole / count for number in range(1, count)):
+            miss = {i: abs(self.arrived[i - 1] - ideal) for i in self.allowed}
+            near = [i for i in self.allowed if miss[i] <= WINDOW * whole / count]
+            narrow = sorted(near, key=lambda i: (self.crossing[i], miss[i]))
+            best = narrow or sorted(self.allowed, key=lambda i: (miss[i], self.crossing[i]))
+            for place in best[:1]:
+                cuts.setdefault(self.arrived[place - 1], place)
+        return self.divided_at([*cuts.values()])
+
+    def divided_at(self, places: Sequence[int]) -> Division:
+        """Returns the graph cut before the nodes at ``places``."""
+        ordered = sorted(places)
+        part_of = {node: bisect_right(ordered, i) for i, node in enumerate(self.nodes)}
+        ends = [0, *(self.arrived[place - 1] for place in ordered), *self.arrived[-1:]]
+        most = max((end - begin for begin, end in pairwise(ends)), default=0)
+        return Division(part_of, most, tuple(self.crossing[place] or 0 for place in ordered))
 
 
 def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str) -> list[int]:

@@ -106,7 +106,9 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
         return interceptor.compile(gm, inputs, patches)
     around = Surroundings.of(gm, inputs)
     whole = replace(options, early_gradients=False, hooks_free_gradients=False)
-    compiled = compiled_in_parts(gm, inputs, options, around, lambda part, given: _compile(part, given, whole, is_explicit))
+    compiled = compiled_in_parts(
+        gm, inputs, options, around, patches, lambda part, given: _compile(part, given, whole, is_explicit)
+    )
     if compiled is None:
         compiled = _compile_whole(GraphSource(gm, inputs, patches), options, around)
     return checked(compiled, inputs, options)

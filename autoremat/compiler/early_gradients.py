@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,22 +19,22 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.cuts import parts_of_nodes
-from autoremat.compiler.lowering import Compiled
+from autoremat.compiler.agreed_profile import AgreedStep
+from autoremat.compiler.cuts import Cuts, Division
+from autoremat.compiler.lowering import Compiled, GraphSource
+from autoremat.compiler.number_of_parts import FIRST, Candidate, agreed_candidates, best_trial, candidates, note_of
+from autoremat.compiler.split_budget import PlannedParts, SharedBudget, planned_together, share_out
 from autoremat.device_memory.live_optimizers import live_optimizers
 from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of
 from autoremat.options.options import Options
 from autoremat.planner.memory.caching_allocator import ROUNDING
-from autoremat.request.budgets import is_profile
+from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import autograd, split_graphs
 from autoremat.torch_private.dynamo import sharded_inputs
 from autoremat.torch_private.split_graphs import GradientHooks
 
 log = logging.getLogger("autoremat")
-
-PARTS = 4
-"""Number of parts unless the user names one. The gradients of one part are live at once, and each cut keeps a tensor."""
 
 UNDER_FULLY_SHARD = (
     "fully_shard reduces the gradients of this graph together, after its whole backward. Hooks on the shards run then. "
@@ -47,6 +47,7 @@ def compiled_in_parts(
     inputs: Sequence[Any],
     options: Options,
     around: Surroundings,
+    patches: Mapping[str, Any],
     compile_part: Callable[[fx.GraphModule, Sequence[Any]], Compiled],
 ) -> Compiled | None:
     """Returns a graph that Dynamo captured, with each of its parts compiled by ``compile_part``; None if it stays whole.
@@ -61,12 +62,13 @@ def compiled_in_parts(
         return None
     if options.hooks_free_gradients and not hooked and trained:
         _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a post-accumulate-grad hook")
-    count = _number_of_parts(options, around, bool(hooked))
-    if count == 1:
+    wanted = _wanted_parts(options, around, bool(hooked))
+    if wanted == 1:
         _warn_of_hooks(hooked.values(), options, around.device)
         return None
-    parts = parts_of_nodes(gm, inputs, count, around.device.type)
-    if not any(parts.values()):
+    cuts = Cuts(gm, inputs, around.device.type)
+    division = cuts.divided(wanted)
+    if division.count == 1:
         if options.early_gradients != "auto":
             _warn_without_effect(
                 "early_gradients",
@@ -78,7 +80,63 @@ def compiled_in_parts(
     freed = hooked if options.hooks_free_gradients else {}
     counts = bool(hooked) and options.memory_budget is not None
     hooks = _hooks(freed.keys(), hooked.values(), around.device) if counts else GradientHooks()
-    return split_graphs.compile_parts(gm, inputs, parts.__getitem__, compile_part, hooks)
+    shared: SharedBudget | None = None
+    if options.early_gradients in ("auto", True):
+        chosen = _ChoiceOfParts(GraphSource(gm, inputs, patches), options, around, hooks, cuts).best()
+        division, shared = chosen or (division, None)
+
+    def begin(split: split_graphs.Split) -> None:
+        if shared is not None:
+            share_out(split, shared)
+
+    return split_graphs.compile_parts(gm, inputs, division.part_of, compile_part, hooks, begin)
+
+
+@dataclass(frozen=True)
+class _ChoiceOfParts:
+    """The choice of the number of parts under a budget."""
+
+    source: GraphSource
+    options: Options
+    around: Surroundings
+    hooks: GradientHooks
+    cuts: Cuts
+
+    def best(self) -> tuple[Division, SharedBudget] | None:
+        """Returns the best division, and its parts' shares of the budget; None if no budget is to be shared out.
+
+        Raises ``BudgetInfeasible`` if no number of parts fits, unless the options ask for the best effort.
+        """
+        request = request_of(self.options, self.around)
+        limits = request.limits
+        if request.plan or limits.max_slowdown is not None or limits.takes_whole_reference or not limits.bounds_memory:
+            return None
+        least = 1 if self.options.early_gradients == "auto" else 2
+        found = agreed_candidates(candidates(self._candidate, bool(self.hooks.freed), least), request.agreement)
+
+        planned: dict[int, PlannedParts] = {}
+
+        def plan(candidate: Candidate) -> AgreedStep | None:
+            part_of = self.cuts.divided(candidate.number).part_of
+            with split_graphs.split_to_plan(self.source.module, self.source.inputs, part_of, self.hooks) as split:
+                parts = planned_together(split, replace(request, is_part=False), self.source.patches)
+            if parts is None:
+                return None
+            planned[candidate.number] = parts
+            return parts.agreed
+
+        chosen = best_trial(found, plan, self.hooks.bytes)
+        if chosen is None:
+            return None
+        best, trials = chosen
+        parts = replace(planned[best.candidate.number], agreed=best.agreed)
+        return self.cuts.divided(best.candidate.number), parts.shared_out(note_of(best, trials))
+
+    def _candidate(self, number: int) -> Candidate:
+        division = self.cuts.divided(number)
+        gradient_bytes = division.gradient_bytes if self.hooks.freed else 0
+        crossing = division.crossing_bytes
+        return Candidate(number, division.count, gradient_bytes, sum(crossing), max(crossing, default=0))
 
 
 def _is_trained(tensor: Any) -> bool:
@@ -89,13 +147,13 @@ def _is_hooked(tensor: Any) -> bool:
     return _is_trained(tensor) and bool(autograd.hooks_after_gradients(tensor))
 
 
-def _number_of_parts(options: Options, around: Surroundings, is_hooked: bool) -> int:
-    """Returns the number of parts that are wanted; 1 for a graph that stays whole."""
+def _wanted_parts(options: Options, around: Surroundings, is_hooked: bool) -> int:
+    """Returns the number of parts to begin with; 1 for a graph that stays whole."""
     wanted = options.early_gradients
     if wanted == "auto":
         fits = not (options.plan or options.max_slowdown is not None or is_profile(options) or split_graphs.is_split())
         is_whole = around.why_broken is None and around.block is None and around.stage is None
-        return PARTS if is_hooked and fits and is_whole else 1
+        return FIRST if is_hooked and fits and is_whole else 1
     if wanted is False:
         return 1
     if is_profile(options):
@@ -107,7 +165,7 @@ def _number_of_parts(options: Options, around: Surroundings, is_hooked: bool) ->
             "DistributedDataParallel splits this graph into buckets already; bucket_cap_mb=... sizes them",
         )
         return 1
-    return PARTS if wanted is True else int(wanted)
+    return FIRST if wanted is True else int(wanted)
 
 
 def _warn_under_fully_shard(options: Options) -> None:

@@ -94,8 +94,19 @@ class SmallestGraph(PlannedGraph):
         plans = (planner.baseline, self.plan_without_us or planner.baseline)
         points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
         *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
-        seconds, by_clock = self.priced.graph.step_seconds, planner.ended_by_clock
-        return StepGraph(key, source, 1, tuple(front), baseline, seconds, reference=reference, ended_by_clock=by_clock)
+        graph = self.priced.graph
+        return StepGraph(
+            key,
+            source,
+            1,
+            tuple(front),
+            baseline,
+            graph.step_seconds,
+            reference=reference,
+            ended_by_clock=planner.ended_by_clock,
+            predicted_seconds=planner.baseline.predicted_seconds,
+            seconds_per_border_byte=graph.saving_seconds_per_byte if graph.fuses else 0.0,
+        )
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class Options:
     - tiles: tiling of the stretches of ops that compute row by row, such as an MLP: "auto" (only if no other plan fits), an int
         >= 2 (always that many tiles), or False (never).
     - early_gradients: division of a graph into parts with a backward each, between which post-accumulate-grad hooks run: "auto"
-        (if parameters have such hooks), True (always), an int >= 2 (so many parts), or False (never).
+        (if parameters have such hooks), True (always), an int >= 2 (so many parts), or False (never). The budget decides how
+        many parts "auto" and True make.
     - hooks_free_gradients: True if each such hook sets the gradient to None, as an optimizer in the backward does. Plans then
         count these gradients as freed. A `BudgetWarning` tells if one stays.
     - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or

@@ -66,7 +66,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         for tensor in _tensors(made):
             self.count(tensor)
         if self.counts_numbers and any(isinstance(leaf, (int, float)) for leaf in tree_leaves((args, kwargs))):
-            converted = max((tensor.element_size() for tensor in _tensors(made)), default=0)
+            results = [*_tensors(made)] or [*_tensors((args, kwargs))]  # ops in place on lists of tensors return nothing
+            converted = max((tensor.element_size() for tensor in results), default=0)
             self.peak = max(self.peak, self.live + NUMBER_BYTES + converted)
         return made
 

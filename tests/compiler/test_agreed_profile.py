@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoremat.compiler.agreed_profile import Gathers, agreed_profile
+from autoremat.compiler.agreed_profile import Gathers, agreed_step
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.request.request import Request
@@ -17,7 +17,7 @@ def step_of(peak: int) -> Step:
 def test_gathers_run_once_if_their_ranks_do_not_share_the_plans():
     def profile(ranks: set[int]) -> int:
         gathers = Gathers(frozenset(ranks), lambda: step_of(700))
-        return agreed_profile(step_of(400), Request(), "a step", gathers=gathers).peak_bytes
+        return agreed_step(step_of(400), Request(), "a step", gathers=gathers).step.shared_out(None).peak_bytes
 
     assert profile({0, 1}) == 700  # this process is alone
     assert profile(set()) == 400

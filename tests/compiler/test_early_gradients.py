@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning, find_cause
-from autoremat.compiler.cuts import parts_of_nodes
+from autoremat.basics.units import format_bytes
+from autoremat.compiler.cuts import Cuts
 from autoremat.planner.multigraph.frame import Frame, Part
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -131,7 +133,7 @@ def test_steps_in_parts_have_the_bits_of_the_whole_graph():
 
 def test_gradients_that_hooks_free_are_not_live_together():
     whole = train(Layers, early_gradients=False)
-    found = train(Layers, memory_budget=1 << 30, hooks_free_gradients=True)
+    found = train(Layers, memory_budget=1 << 30, hooks_free_gradients=True, early_gradients=4)
     assert found.equals(whole)
     assert (len(whole.reports), len(found.reports)) == (1, 4)
     assert whole.peak > 4 * LAYER_BYTES
@@ -139,22 +141,54 @@ def test_gradients_that_hooks_free_are_not_live_together():
     assert "gradients count as freed" in found.reports[0].notes[0]
 
 
-def minimum(**options: Any) -> BudgetInfeasible:
+class Thin(nn.Module):
+    """Eight layers of one product each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def minimum(make: Callable[[], nn.Module] = Layers, **options: Any) -> BudgetInfeasible:
     with pytest.raises(Exception, match="parts for early gradients together") as caught:
-        train(Layers, memory_budget=1000, **options)
+        train(make, memory_budget=1000, **options)
     error = find_cause(caught.value, BudgetInfeasible)
     assert error is not None
     return error
 
 
-@pytest.mark.parametrize("parts", [4, 8])
-def test_the_ledger_counts_gradients_as_freed_if_the_user_says_so_and_the_minimum_holds(parts):
-    kept, freed = (minimum(early_gradients=parts, hooks_free_gradients=frees) for frees in (False, True))
+def test_the_ledger_counts_gradients_as_freed_if_the_user_says_so_and_the_minimum_holds():
+    kept, freed = (minimum(early_gradients=4, hooks_free_gradients=frees) for frees in (False, True))
     assert kept.minimum_bytes > 4 * LAYER_BYTES
     assert freed.minimum_bytes < 0.6 * kept.minimum_bytes
     assert "hooks_free_gradients=True says so" in str(kept)
-    trained = train(Layers, memory_budget=freed.minimum_bytes, hooks_free_gradients=True, early_gradients=parts)
+    trained = train(Layers, memory_budget=freed.minimum_bytes, hooks_free_gradients=True, early_gradients=4)
     assert 0.8 * freed.minimum_bytes <= trained.peak <= freed.minimum_bytes
+
+
+def test_the_number_of_parts_is_one_that_keeps_the_budget():
+    error = minimum(Thin, hooks_free_gradients=True)
+    found = re.search(r"tried: 4 \(minimum (.*)\), 8 \(minimum (.*)\)\. None fits, and 8 need the least", str(error))
+    assert found is not None
+    assert found[2] == format_bytes(error.minimum_bytes)
+    finer = train(Thin, memory_budget=error.minimum_bytes, hooks_free_gradients=True)
+    assert [report.notes[0].partition(" for")[0] for report in finer.reports] == [f"part {n} of 8" for n in range(1, 9)]
+    assert f"4 (minimum {found[1]}), 8 (minimum {found[2]}" in finer.reports[0].notes[0]
+    assert finer.peak <= error.minimum_bytes
+    assert finer.equals(train(Thin, early_gradients=False))
+
+
+def test_a_graph_is_whole_if_the_budget_holds_all_gradients_and_cuts_would_cost_more():
+    found = train(Thin, memory_budget=1 << 30, hooks_free_gradients=True)
+    (report,) = found.reports
+    assert report.notes[0].startswith("part 1 of 1 for early gradients")
+    assert "a hook allocates" in report.notes[0]
+    assert found.equals(train(Thin, early_gradients=False))
 
 
 def test_without_hooks_or_with_false_the_graph_stays_whole():
@@ -275,7 +309,7 @@ def captured(model: Callable[[Tensor], Tensor], count: int) -> tuple[fx.GraphMod
     found: list[tuple[fx.GraphModule, list[set[str]]]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        part = parts_of_nodes(gm, inputs, count, "cpu")
+        part = Cuts(gm, inputs, "cpu").divided(count).part_of
         parts: list[set[str]] = [set() for _ in range(max(part.values()) + 1)]
         for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
             if isinstance(tensor, nn.Parameter):
