@@ -66,7 +66,7 @@ class Plan(Shown):
     host_budget_bytes: int | None = None
     """The bound on the bytes on the host for which the plan was made, or None."""
     lower_bound_seconds: float = 0.0
-    """No plan within the budget that keeps the graph's sequence of the backward costs fewer seconds (``cost_seconds``). 0 if this
+    """No plan within the budget that keeps the sequence of the backward costs fewer seconds (``cost_seconds``). 0 if this
     plan has another sequence, infinite if no plan fits."""
     lower_bound_bytes: int = 0
     """No plan has a lower peak, in bytes."""

@@ -58,7 +58,7 @@ class Bounds(Protocol):
     """Lower bounds on all plans of a graph."""
 
     def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the graph's sequence; infinite
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the sequence; infinite
         if none fits."""
 
     def peak_bytes(self) -> int:
@@ -168,7 +168,7 @@ class Moments:
         return producer is not None and self.graph.ops[producer].kind is Kind.POINTWISE
 
     def seconds(self, budget: int, traffic: bool = True) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the graph's sequence; infinite
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the sequence; infinite
         if none fits.
 
         Without ``traffic``, it is one on their added seconds. Once the limit has passed, program points that are left give no

@@ -23,7 +23,7 @@ class PlanningResult:
     lower_bound_bytes: int
     """Lower bound on the peak of any plan."""
     lower_bound_seconds: float
-    """Lower bound on the cost in seconds of any plan within the budget that keeps the graph's sequence; infinite if none fits."""
+    """Lower bound on the cost in seconds of any plan within the budget that keeps the sequence; infinite if none fits."""
     candidates: int
     interrupted: bool
     """True if the time limit, as an amount of work, ended the search."""
