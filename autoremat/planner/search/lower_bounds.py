@@ -244,10 +244,9 @@ class Moments:
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
         border = int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
-        of_one_call = max(
-            working_set_bytes(self.graph), self.graph.derived(bound_in_any_sequence), border if self.others else 0
-        )
-        return of_one_call + self.beside_bytes
+        with self.limit.unit():
+            running = max(working_set_bytes(self.graph), self.graph.derived(bound_in_any_sequence))
+        return self.beside_bytes + max(running, border if self.others else 0)
 
     def moment_bytes(self) -> int:
         """Returns a lower bound on the bytes that are live at the program points: their maximum over all points.
