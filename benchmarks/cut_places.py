@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 from collections.abc import Callable
@@ -57,8 +56,8 @@ class Found:
     gradient_bytes: int
     crossing_bytes: int
     minimum_bytes: int
-    seconds: float
-    """Predicted seconds of the step under the budget; infinite if it does not fit."""
+    seconds: float | None
+    """Predicted seconds of the step under the budget; None if it does not fit."""
 
 
 def random_places(cuts: Cuts, draw: random.Random) -> list[int]:
@@ -96,8 +95,7 @@ def searched(build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]], dr
         for division in divisions:
             step = planned(division)
             budget = budget or int(BUDGET * step.minimum_peak_bytes)
-            fits = step.minimum_peak_bytes <= budget
-            seconds = step.shared_out(budget).predicted_seconds if fits else math.inf
+            seconds = step.shared_out(budget).predicted_seconds if step.minimum_peak_bytes <= budget else None
             found.append(Found(division.gradient_bytes, sum(division.crossing_bytes), step.minimum_peak_bytes, seconds))
         return module
 
@@ -107,24 +105,31 @@ def searched(build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]], dr
     return found
 
 
+def line(name: str, kind: str, figures: list[str], above: float) -> str:
+    return f"{name:10} {kind:11} " + " ".join(f"{one:>11}" for one in figures) + f" {above:20.1%}"
+
+
 def table(found: dict[str, list[Found]]) -> str:
     """Returns the results as text."""
     lines = [f"{PARTS} parts, and {len(next(iter(found.values()))) - 1} random places of the cuts", ""]
     lines += [f"{'model':10} {'':11} {'balanced':>11} {'best':>11} {'median':>11} {'balanced above best':>20}"]
     for name, (balanced, *others) in found.items():
-        peaks, seconds = ([getattr(one, key) for one in others] for key in ("minimum_bytes", "seconds"))
-        above = balanced.minimum_bytes / min(peaks) - 1
+        peaks = [one.minimum_bytes for one in others]
         figures = map(format_bytes, (balanced.minimum_bytes, min(peaks), int(statistics.median(peaks))))
-        lines.append(f"{name:10} {'minimum':11} " + " ".join(f"{one:>11}" for one in figures) + f" {above:20.1%}")
-        above = balanced.seconds / min(seconds) - 1
-        figures = (f"{1000 * one:.2f} ms" for one in (balanced.seconds, min(seconds), statistics.median(seconds)))
-        lines.append(f"{'':10} {'step':11} " + " ".join(f"{one:>11}" for one in figures) + f" {above:20.1%}")
+        lines.append(line(name, "minimum", [*figures], balanced.minimum_bytes / min(peaks) - 1))
+        seconds = [one.seconds for one in others if one.seconds is not None]
+        assert balanced.seconds is not None
+        if seconds:
+            times = [f"{1000 * one:.2f} ms" for one in (balanced.seconds, min(seconds), statistics.median(seconds))]
+            lines.append(line("", "step", times, balanced.seconds / min(seconds) - 1))
+        else:
+            lines.append(f"{'':10} {'step':11} {1000 * balanced.seconds:8.2f} ms  no random division fits")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=12)
+    parser.add_argument("--draws", type=int, default=4)
     draws: int = parser.parse_args().draws
     found = {name: searched(build, draws) for name, build in MODELS.items()}
     text = table(found)
