@@ -330,7 +330,7 @@ def test_that_dynamo_traces_a_function_again_is_no_failure(count, monkeypatch):
         raise TensorifyScalarRestartAnalysis
 
     monkeypatch.setattr(dynamo_backend, "compile_graph", restart)
-    monkeypatch.setattr(split_budget, "_step", restart)
+    monkeypatch.setattr(split_budget, "step_of", restart)
     raised = []
 
     def backend(gm, inputs):
