@@ -28,8 +28,9 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().sum()
+def product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that saves no tensor of its own: the loss is not compiled, so no budget counts what it saves."""
+    return (output * target).sum()
 
 
 def pipeline_of(
@@ -43,7 +44,7 @@ def pipeline_of(
     module = nn.Sequential(*(Block() for _ in range(3)))
     run = module if options is None else torch.compile(module, backend="autoremat", options={"progress": False, **options})
     stage = pipelining.PipelineStage(run, rank, stages, torch.device("cpu"))
-    return getattr(pipelining, kind)(stage, microbatches, squares), module
+    return getattr(pipelining, kind)(stage, microbatches, product), module
 
 
 def steps_of(schedule: Any, rank: int, **further: Any) -> Callable[[], Any]:

@@ -118,7 +118,7 @@ def test_to_checkpoint_flash_attention_is_refused_as_useless():
 def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
     """As Korthikanti et al., 2022, chose by hand; dropout keeps GPT-2 from fused attention."""
     model, (tokens,) = build("gpt2")
-    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.55)
+    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.6)
     again = Counter(target for _, target in seen.recomputed())
     assert again["aten._safe_softmax.default"] >= 3  # of 4
     assert not {"aten.addmm.default", "aten.mm.default", "aten.native_dropout.default"} & set(again)
