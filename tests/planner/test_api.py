@@ -76,7 +76,7 @@ def test_every_plan_keeps_what_it_says(solver, graph):
         assert found.peak_bytes >= found.lower_bound_bytes
         assert (found.status is Status.INFEASIBLE) == (found.peak_bytes > budget)
         if found.status is not Status.INFEASIBLE:
-            assert found.added_seconds >= found.lower_bound_seconds - slack(graph.step_seconds)
+            assert found.cost_seconds >= found.lower_bound_seconds - slack(graph.step_seconds)
         assert not found.interrupted
 
 
