@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -29,6 +30,13 @@ MANY_ROWS = 128
 """So many that the peak lies where the backward begins, not at the last gradient, on processors of all kinds."""
 
 Step = Callable[..., Tensor]
+
+IGNORED_WARNINGS = [
+    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),
+]
+"""Warnings of the steps that their tests do not look at."""
 
 
 def sharded_step(x: Tensor, *shards: Tensor) -> Tensor:

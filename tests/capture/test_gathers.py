@@ -14,6 +14,7 @@ from gathering_steps import (
     COALESCED,
     FAST,
     GATHER,
+    IGNORED_WARNINGS,
     LAYERS,
     LEAST,
     MANY_ROWS,
@@ -43,11 +44,7 @@ from autoremat.planner.graph.op import Trait
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gathering_steps import (
     EAGER,
+    IGNORED_WARNINGS,
     again,
     inputs,
     measured_peaks,
@@ -21,11 +22,7 @@ from torch import Tensor
 
 import autoremat
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 def one_rank(rank: int, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[str], list[str], list[int], int]:
