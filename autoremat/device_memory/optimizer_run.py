@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 
 from autoremat.basics.errors import OptimizerUnpredictable
+from autoremat.ops.op_table import facts_of
 from autoremat.planner.multigraph.device_budget import OptimizerMemory
 from autoremat.torch_private.fake_optimizers import FakeCopies, as_in_training, fake_copy, step_of
 from autoremat.torch_private.fake_tensors import new_mode
 from autoremat.torch_private.live_bytes import LiveBytes
+from autoremat.workspaces.formulas import workspace_bytes
+from autoremat.workspaces.measurement import one_graph
 
 LATER_STEPS = 2
 """Steps that are run after the first one. The largest peak counts."""
@@ -45,8 +51,10 @@ def optimizer_memory(
 
     Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors.
     """
-    live = LiveBytes(new_mode(), device_type, rounding, counts_numbers=device_type == "cpu" and not stands_for_cuda)
-    with as_in_training():
+    runs_on = "cuda" if stands_for_cuda else device_type
+    workspace_of = functools.partial(_workspace_of_product, runs_on)
+    live = LiveBytes(new_mode(), device_type, rounding, counts_numbers=runs_on == "cpu", workspace_of=workspace_of)
+    with as_in_training(), one_graph():
         return _run(optimizers, live, to, stands_for_cuda)
 
 
@@ -73,6 +81,26 @@ def _run(optimizers: Sequence[Optimizer], live: LiveBytes, to: torch.device | No
         states.append(live.live)
     note = "the optimizer reads numbers of tensors, which its run on fake tensors takes as 1"
     return OptimizerMemory(max(states), peaks[0], max(peaks[1:]), existing, (note,) if live.assumed_numbers else ())
+
+
+def _workspace_of_product(runs_on: str, op: Any, args: Sequence[Any], named: Mapping[str, Any], result: Any) -> int:
+    """Returns the bytes of the workspace of a matrix product, as Muon's steps have them; 0 for other ops, or if unknown."""
+    if not facts_of(getattr(op, "overloadpacket", op)).is_product:
+        return 0
+    graph = fx.Graph()
+
+    def held(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("operand")
+        node.meta["val"] = value
+        return node
+
+    node = graph.call_function(op, *torch.utils._pytree.tree_map(held, (tuple(args), dict(named))))
+    found = workspace_bytes(node, tuple(args), dict(named), result, runs_on)
+    for node in graph.nodes:
+        node.meta.clear()  # a graph is a cycle, which would keep the operands
+    return found or 0
 
 
 def _step(optimizer: Optimizer, name: str, live: LiveBytes) -> None:

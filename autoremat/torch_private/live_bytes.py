@@ -6,7 +6,7 @@ This module decides nothing about plans.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ READS_DATA = torch.ops.aten._local_scalar_dense.default
 NUMBER_BYTES = 8
 """Bytes of the tensor on the CPU that an op makes of a number of Python. It makes another one in the type of its result."""
 
+Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
+"""Returns bytes for an op, its arguments by position and by name, and its result, with fake tensors."""
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses
     """Runs ops on fake tensors while active, and counts the bytes of the storages that they make.
@@ -28,12 +31,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     tensor, the mode assumes 1 and counts it in ``assumed_numbers``.
     """
 
-    def __init__(self, mode: FakeTensorMode, device_type: str, rounding: int, counts_numbers: bool) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, device_type: str, rounding: int, counts_numbers: bool, workspace_of: Workspace
+    ) -> None:
         """Makes the mode. Storages of ``device_type`` count, each rounded up to a multiple of ``rounding`` bytes.
 
         ``counts_numbers`` is True if the tensors that ops make of numbers of Python count, because they are on that device.
+        ``workspace_of`` returns the bytes that a call takes beside its results while it runs.
         """
         super().__init__()  # type: ignore[no-untyped-call]
+        self.workspace_of = workspace_of
         self.mode, self.device_type, self.rounding, self.counts_numbers = mode, device_type, rounding, counts_numbers
         self.live = self.peak = self.assumed_numbers = 0
         self._sizes: dict[int, int] = {}
@@ -65,6 +72,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         made = self._run(func, args, kwargs or {})
         for tensor in _tensors(made):
             self.count(tensor)
+        self.peak = max(self.peak, self.live + self.workspace_of(func, args, kwargs or {}, made))
         if self.counts_numbers and any(isinstance(leaf, (int, float)) for leaf in tree_leaves((args, kwargs))):
             results = [*_tensors(made)] or [*_tensors((args, kwargs))]  # ops in place on lists of tensors return nothing
             converted = max((tensor.element_size() for tensor in results), default=0)

@@ -42,6 +42,17 @@ def test_optimizers_of_torch_are_predicted(kind, foreach):
     assert predicted.later_step_bytes >= later  # with the tensors of Python's numbers
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it since 2.9")
+@pytest.mark.parametrize("shape", [(64, 64), (96, 160), (256, 64)])
+def test_workspaces_of_an_optimizers_products_count(shape):
+    model = nn.Linear(*shape, bias=False)
+    optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
+    predicted = optimizer_memory([optimizer], "cpu")
+    first, later = measured_updates(optimizer, model)
+    assert first <= predicted.first_step_bytes <= 1.1 * first
+    assert later <= predicted.later_step_bytes <= 1.1 * later
+
+
 def test_a_prediction_changes_nothing_of_the_optimizer():
     model = Model(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
