@@ -92,8 +92,8 @@ class Options:
     - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits", "shards". None stands for
         the first three with `host_memory`, and for "device" without it.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
-    - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
-        machine. Each attempt searches anew, and so does each candidate for a chunked loss or tiles.
+    - time_limit: seconds of the processor that one search may take. They grant an amount of work, which ends the search at the
+        same plan on any machine. Each attempt searches anew, and so does each candidate for a chunked loss or tiles.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
     - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
     - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;

@@ -108,7 +108,7 @@ def _end(report: ReportData) -> str:
     if report.ended_by_clock:
         return (
             ", ENDED BY THE CLOCK at time_limit, before the work was done: another run may find another plan, so raise "
-            "time_limit or plan on a less busy machine"
+            "time_limit or plan on a faster processor"
         )
     return ", until the work of time_limit was done" if report.time_limited else ""
 

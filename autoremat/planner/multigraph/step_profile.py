@@ -17,7 +17,7 @@ from autoremat.planner.multigraph.variants import Entries
 
 ENDED_BY_CLOCK = (
     "ENDED BY THE CLOCK at time_limit, before the work was done: another run may share out the budget otherwise, so raise "
-    "time_limit or plan on a less busy machine"
+    "time_limit or plan on a faster processor"
 )
 """What a step's profile and its graphs' reports say of searches that the clock ended."""
 

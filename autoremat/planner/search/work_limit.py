@@ -4,8 +4,9 @@ A unit of work is a step whose length follows from the graph alone: a minimum cu
 check. Its work is the number of its nodes, arcs, ops or executions, times a weight. A share of the work ends each stage, so
 that a graph whose candidates take long still gets a filled plan and lower bounds.
 
-The clock is the last resort, for a machine that is several times slower than the one of the weights. It runs during units
-alone. Only it can give an equal request another plan, so a search remembers which of the two has ended it.
+The clock is the last resort, for a processor that is several times slower than the one of the weights. It counts the
+processor time of units, so that other processes end no search: beside them, a search takes longer than its limit. Only the
+clock can give an equal request another plan, so a search remembers which of the two has ended it.
 
 The weights are about microseconds of processor time per item, so that all kinds of units count fairly. They were measured on
 MLPs, convolutional networks and transformers of 250 to 15,000 ops; ``benchmarks/work_weights.py`` measures them again.
@@ -64,18 +65,18 @@ class WorkLimit:
         self.done = 0.0
         """Work of the search up to now."""
         self.elapsed = 0.0
-        """Seconds of its units."""
+        """Processor time of its units, in seconds."""
         self.interrupted = False
         """True if the search has left something out, because its work was done or its time was over."""
         self.longest = 0.0
 
     @contextmanager
     def unit(self, work: float = 0.0) -> Iterator[None]:
-        """Counts ``work`` and the seconds of the body, which has no unit inside. It may :meth:`add` work that it finds out."""
-        began = time.monotonic()
+        """Counts ``work`` and the processor time of the body, which has no unit inside. It may :meth:`add` work it finds."""
+        began = time.thread_time()
         yield
         self.add(work)
-        took = time.monotonic() - began
+        took = time.thread_time() - began
         self.elapsed += took
         self.longest = max(self.longest, took)
 

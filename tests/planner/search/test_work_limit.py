@@ -47,7 +47,7 @@ class Clock:
     def __init__(self) -> None:
         self.time = 0.0
 
-    def monotonic(self) -> float:
+    def thread_time(self) -> float:
         return self.time
 
 
@@ -248,7 +248,7 @@ def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take
         return leading.report, plan_graph(preview.priced, dataclasses.replace(preview.context, told=told)).report
 
     ticks = itertools.count()
-    monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(monotonic=lambda: 100.0 * next(ticks)))
+    monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(thread_time=lambda: 100.0 * next(ticks)))
     weight, x = torch.randn(8, 512, requires_grad=True), torch.randn(64, 8)
     parsed = Options.parse({"compiler": "aot_eager", "memory_budget": 0.9, "on_infeasible": "best_effort"})
     [reports], _ = previews(classified, (weight, x), {}, parsed, None, look)
