@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -174,6 +175,13 @@ def test_time_between_units_does_not_count(clock):
     planner = Planner(training_chain(100), 10.0)
     clock.time += 1000.0  # the step is run and measured, say
     assert not planner.find(planner.baseline.peak_bytes // 2).interrupted
+
+
+def test_a_unit_that_waits_for_other_processes_takes_no_time():
+    limit = WorkLimit(0.05)
+    with limit.unit():
+        time.sleep(0.2)
+    assert not limit.has_passed()
 
 
 def test_a_share_of_the_work_passes_before_the_work():
