@@ -23,7 +23,10 @@ At a price of at most ``1 / rate``, this is at least ``X`` for every ``E``. No w
 price above it is a bound with these bytes. Only the bytes of forms count where seconds do not.
 
 In graphs that fuse, a recomputed op may cost nothing and still run in a kernel that takes a while. So no seconds bound what is
-stored behind the border, and the bound of the border alone counts on the engines.
+stored behind the border. Program points of the forward and its end count on the engines (:mod:`.forward_points`).
+
+A recomputed result that fusion does not materialise takes no bytes at ``t``. But what it is computed from is live there until
+its readers have run, and it has been paid for. That is as if its op ran behind ``t``, so the cut counts it so.
 
 These bounds hold for every plan that runs the forward and the backward's own ops once, in the given sequence, and recomputes in
 the backward as often as it likes. The bound on the peak holds for any sequence of the backward's own ops.
@@ -43,9 +46,11 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.search.certain_fusion import CertainFusion
+from autoremat.planner.search.forward_points import ForwardPoints
 from autoremat.planner.search.min_cut import Cut, MinCut
 from autoremat.planner.search.peak_bound import bound_in_any_sequence
-from autoremat.planner.search.relief import Relief, forward_seconds_at_most
+from autoremat.planner.search.relief import Relief
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.bound
@@ -88,12 +93,11 @@ class Moments:
         self.behind.traffic = np.minimum(mincut.traffic, mincut.costs[mincut.producers] / makers)
         self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
-        self._pointwise = frozenset(v for v in mincut.values if self._is_pointwise(v))
         self.fixed = fixed_bytes(graph)
         self.others = graph.in_flight - 1
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
         self.chosen = self._choose()[: 1 if only_first else None]
-        self.forward_seconds = forward_seconds_at_most(graph) if self.relief.running else 0.0
+        self.early = ForwardPoints(graph, mincut, self.relief.running) if self.relief.most else None
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
         for index in range(len(graph.ops) - 1, graph.num_forward - 1, -1):
@@ -112,13 +116,12 @@ class Moments:
         return self._least_bytes_of(self._border_cut)
 
     def _choose(self) -> list[int]:
-        """Returns the program points, ascending. In graphs that fuse, all except the first are extern ops."""
+        """Returns the program points, ascending."""
         graph, first = self.graph, self.graph.num_forward
         if first == len(graph.ops):
             return []
         chosen = {first}
-        usable = [i for i in range(first, len(graph.ops)) if not graph.fuses or graph.ops[i].kind is Kind.EXTERN]
-        for stretch in np.array_split(np.array(usable, dtype=np.int64), settings.stretches):
+        for stretch in np.array_split(np.arange(first, len(graph.ops)), settings.stretches):
             if len(stretch):
                 chosen.add(int(stretch[np.argmax(self.fixed[stretch])]))
         return sorted(chosen)
@@ -157,15 +160,7 @@ class Moments:
 
     def _cut(self, moment: int, mincut: MinCut, price: float, traffic: bool) -> Cut:
         """Returns the minimum cut for all values that the backward reads from the program point on."""
-        free = self._there(moment)
-        if self.graph.fuses and moment > self.graph.num_forward:
-            # Between fused ops a recomputed pointwise result may never be materialised, so it is free to hold.
-            free |= self._pointwise
-        return mincut.cut(price, free=free, needs=self.read_later[moment], traffic=traffic)
-
-    def _is_pointwise(self, value: int) -> bool:
-        producer = self.graph.values[value].producer
-        return producer is not None and self.graph.ops[producer].kind is Kind.POINTWISE
+        return mincut.cut(price, free=self._there(moment), needs=self.read_later[moment], traffic=traffic)
 
     def seconds(self, budget: int, traffic: bool = True) -> float:
         """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the sequence; infinite
@@ -180,12 +175,22 @@ class Moments:
         if (self.relief.most or self.mincut.traffic.any()) and self.chosen and not self.limit.has_passed():
             room = budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes
             seconds.append(self._seconds_at_border(room, traffic))
+        if self.early is not None:
+            for point in self.early.points:
+                room = budget - self._beside_bytes - float(self.early.fixed[point])
+                seconds.append(0.0 if self.limit.has_passed() else self._seconds_before(point, 0.0, room, traffic))
         return max(seconds, default=0.0)
 
     def _seconds_at_border(self, room: float, traffic: bool) -> float:
         """Returns the lower bound of the moment between the halves. Its saved bytes on the device take at most ``room``."""
-        cut, carried = partial(self._border_cut, self.mincut, traffic=traffic), self.relief.carried(self.forward_seconds)
-        return self._seconds_within(cut, self._least_at_border, room, carried)
+        return self._seconds_before(self.graph.num_forward, self._least_at_border, room, traffic)
+
+    def _seconds_before(self, point: int, least_bytes: float, room: float, traffic: bool) -> float:
+        """Returns the lower bound of a program point of the forward, or of its end."""
+        cuts, carried = self.mincut, 0.0
+        if self.early is not None:
+            cuts, carried = self.early.cuts(point), self.relief.carried(float(self.early.before[point]))
+        return self._seconds_within(partial(self._border_cut, cuts, traffic=traffic), least_bytes, room, carried)
 
     def _seconds_at(self, moment: int, budget: int, traffic: bool) -> float:
         """Returns the lower bound of one program point."""
@@ -198,9 +203,9 @@ class Moments:
 
         There is none where a recomputed op that costs nothing may run in a kernel that takes a while.
         """
-        if self.graph.fuses or not self.relief.running:
+        if self.graph.fuses or self.early is None:
             return math.inf
-        return self.forward_seconds + sum(op.seconds for op in self.graph.ops[self.graph.num_forward : moment])
+        return float(self.early.before[-1]) + sum(op.seconds for op in self.graph.ops[self.graph.num_forward : moment])
 
     def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float, carried: float) -> float:
         """Returns a lower bound on the seconds of any plan with at most ``room`` bytes on the device, for the values of a cut.
@@ -274,11 +279,12 @@ class Moments:
 def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
     """Returns, for each op, the bytes that are live while it runs under every plan.
 
-    They consist of values that backward ops computed and still need, values that the caller holds, and workspaces. Of the
-    forward's values, only its outputs count.
+    They consist of materialised values that backward ops computed and still need, values that the caller holds, and workspaces.
+    Of the forward's values, only its outputs count.
     """
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     outputs, gradients = set(graph.forward_outputs), set(graph.backward_outputs)
+    materialised = CertainFusion(graph).materialised
     for number, value in enumerate(graph.values):
         start, last = value.producer, len(graph.ops) - 1
         if value.role is Role.TANGENT:
@@ -286,7 +292,7 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
         elif start is None or (start < graph.num_forward and number not in outputs):
             continue
         elif number not in outputs and number not in gradients:
-            if graph.fuses and graph.ops[start].kind is Kind.POINTWISE:
+            if not materialised[number]:
                 continue
             last = max(graph.readers[number], default=start)
         if graph.fuses and value.producer is not None and graph.ops[value.producer].in_place:

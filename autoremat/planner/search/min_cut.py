@@ -134,7 +134,8 @@ class MinCut:
         held = [self.index[v] for v in (*self.graph.forward_outputs, *free) if v in self.index]
         counted = self.bytes.copy()
         counted[held] = 0.0
-        moved = np.where(counted > 0.0, self.traffic, 0.0) * traffic
+        moved = self.traffic * traffic
+        moved[held] = 0.0
         prices = counted * seconds_per_byte + moved
         scale = RESOLUTION / max(prices.sum() + self.costs.sum(), 1e-30)
         costs = np.ceil(self.costs * scale).astype(np.int64)

@@ -48,6 +48,35 @@ def test_no_candidate_beats_the_bounds(graph):
             assert found.lower_bound_seconds <= found.plan.cost_seconds * (1 + 1e-6) + 1e-9
 
 
+@settings(max_examples=60)
+@given(graphs())
+def test_no_plan_of_the_least_peak_beats_the_bounds(graph):
+    """Such a plan computes values again between their reads, so the program points behind the start count."""
+    planner = Planner(graph)
+    for plan in (planner.search.lowest_in_sequence, planner.smallest):
+        if plan.peak_bytes:
+            assert planner.moments.seconds(plan.peak_bytes) <= plan.cost_seconds * (1 + 1e-6) + 1e-9
+
+
+def test_a_recomputed_result_that_fusion_inlines_counts_behind_the_start():
+    """When the wide gradient is live, there is no room for what the narrow one reads later: that is recomputed, inlined or
+    not."""
+    build = GraphBuilder()
+    source, tangent = build.source(0), build.source(0, Role.TANGENT)
+    made = build.op([source], 100, seconds=1.0, kind=Kind.POINTWISE)
+    loss = build.op([made], 0, seconds=0.1, kind=Kind.EXTERN)
+    wide = build.op([tangent], 1000, seconds=0.1, forward=False, kind=Kind.EXTERN)
+    narrow = build.op([wide], 0, seconds=0.1, forward=False, kind=Kind.EXTERN)
+    gradient = build.op([made, narrow], 0, seconds=0.1, forward=False, kind=Kind.POINTWISE)
+    graph = build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True)
+    planner = Planner(graph)
+    assert planner.moments.seconds(1100) == 0.0
+    assert planner.moments.seconds(1050) == pytest.approx(0.5, rel=1e-3)
+    plan = planner.find(1050).plan
+    assert plan is not None
+    assert plan.cost_seconds == pytest.approx(1.0)
+
+
 @settings(max_examples=40)
 @given(graphs())
 def test_the_bound_falls_as_the_budget_grows(graph):
