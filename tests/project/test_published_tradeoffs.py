@@ -23,7 +23,7 @@ def tradeoffs(monkeypatch):
 def test_each_stored_row_is_in_range_or_says_why(tradeoffs):
     lines = json.loads(STORED.read_text())
     assert len(lines) >= 20
-    assert {line["name"] for line in lines} == {row.name for row in tradeoffs.ROWS}
+    assert {line["name"]: line["layers"] for line in lines} == {row.name: row.step.layers for row in tradeoffs.ROWS}
     for line in lines:
         assert not line["in_range"] or line["low"] <= line["added"] <= line["high"]
         assert line["in_range"] or line["reason"], line["name"]
@@ -42,3 +42,12 @@ def test_policies_cost_what_is_published_in_the_published_order(tradeoffs):
     assert norms <= 0.02
     assert norms < attention < mlp < full
     assert 0.2 <= full <= 0.33
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_kernel_computes_attention_only_where_the_source_had_one(tradeoffs, fused):
+    step = dataclasses.replace(tradeoffs.GPT_22B_SHARD, layers=1, fused=fused)
+    targets = {op.target for op in step.reports(**tradeoffs.FASTEST).plan.graph.ops}
+    assert any("scaled_dot_product" in target for target in targets) == fused
+    assert any("bmm" in target for target in targets) != fused
