@@ -94,7 +94,7 @@ explain_absence_by(what_dynamo_said)
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_explicit: bool) -> Compiled:
     """Returns a callable that computes the graph, as a whole or in parts. An active interceptor makes it instead."""
     source_info.take_names(gm)
-    patches = {**compilers.mode_config(options.mode), **dict(options.inductor)}
+    patches = compilers.asked_config(options)
     interceptor = active_interceptor()
     if interceptor is None:
         warn_without_backward(gm, options, is_explicit)
