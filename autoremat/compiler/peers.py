@@ -158,6 +158,7 @@ class Members:
         limits = request.limits
         host = None if limits.host_bytes is None else 0  # bytes may differ, but all keep tensors on the host or none does
         others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None, host_bytes=host)
+        link = None if host is None else host_link_of(device, request.cost_model != pricing.ROOFLINE)
         budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
         is_share = limits.step_share is not None  # each rank has its own: limits of several ranks may not go together
         is_whole = found is not None and (found.report is None or found.report.plan is not None)
@@ -165,7 +166,7 @@ class Members:
             "budget": "share" if is_share else budget,
             "granted": limits.granted_bytes,
             "host": limits.host_bytes,
-            "link": _own_link(request, device),
+            "link": None if link is None else [*astuple(link)],
             "options": json.loads(replace(request, limits=others).cache_key()),
             "rates": pricing.identity(request.cost_model, device),
             "record": found.agreement if found is not None and is_whole else "",
@@ -352,12 +353,6 @@ def _least_budget(parts: Parts) -> dict[str, Any]:
     least = min(budgets, key=lambda rank: budgets[rank]) if kinds & {int, float} else next(iter(budgets))
     binding = least if len(set(budgets.values())) > 1 else None
     return {"budget": budgets[least], "binding": binding, "granted": min(one["granted"] for one in parts.values())}
-
-
-def _own_link(request: Request, device: torch.device) -> list[float] | None:
-    """Returns the figures of this rank's link to the host; None if nothing is kept there."""
-    link = None if request.limits.host_bytes is None else host_link_of(device, request.cost_model != pricing.ROOFLINE)
-    return None if link is None else [*astuple(link)]
 
 
 def _least_host(parts: Parts) -> dict[str, Any]:

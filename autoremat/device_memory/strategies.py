@@ -56,7 +56,7 @@ STRATEGIES: Sequence[Callable[[Sequence[nn.Module], Inventory], Held]] = (data_p
 
 
 def rows_of_models(
-    models: Sequence[nn.Module], inventory: Inventory, kept_in: StepPart, hooks_free: bool = False
+    models: Sequence[nn.Module], inventory: Inventory, kept_in: StepPart, hooks_free: bool
 ) -> Iterator[LedgerRow]:
     """Yields the rows of models: parameters, buffers, what strategies hold, and gradients.
 
