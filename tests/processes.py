@@ -1,9 +1,16 @@
-"""Runs a function in several processes that form a gloo group, and returns the result or the error of each."""
+"""Runs a function in several processes that form a gloo group, and returns the result or the error of each.
+
+Importing torch and the package takes a process seconds. So each rank is forked from a process that has imported them and has
+run nothing. Ranks that run at the same time come from different ones, and so hash text differently, as real ranks do.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +40,40 @@ class RankResult:
     """The process's standard output and standard error."""
 
 
+class _Origin:
+    """A process that has imported torch and the package, and forks one rank at a time."""
+
+    def __init__(self) -> None:
+        pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([sys.executable, __file__], bufsize=0, env=_here(), cwd=TESTS.parent, **pipes)
+
+    def start(self, folder: Path, rank: int, environment: Mapping[str, str]) -> None:
+        """Forks the process of ``rank``."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([str(folder), rank, {**_here(), **environment}]).encode() + b"\n")
+        self.rank_process = self._read()
+
+    def wait(self, seconds: float) -> tuple[int, bool]:
+        """Returns the exit code of the rank's process, and True if it came in time. If not, the process is killed."""
+        in_time = bool(select.select([self.process.stdout], [], [], seconds)[0])
+        if not in_time:
+            os.kill(self.rank_process, signal.SIGKILL)
+        return self._read(), in_time
+
+    def _read(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+
+_idle: list[_Origin] = []
+"""Origins that have no rank now."""
+
+
+def _here() -> dict[str, str]:
+    """Returns the environment of a rank, before further variables."""
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -45,25 +86,24 @@ def run_ranks(
 
     ``function`` is defined at the top of a module under ``tests`` or of an installed package. Its result can be pickled. With
     ``group``, each process first joins a gloo group over a file. Processes that run longer than ``timeout`` seconds are killed,
-    and their error says so.
+    and their error says so. Variables of the ``environment`` that torch reads while it is imported have no effect.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         call = (function.__module__, function.__qualname__, tuple(args), world_size, timeout, group)
         (folder / "call").write_bytes(pickle.dumps(call))
-        started = [_start(folder, rank, environment or {}) for rank in range(world_size)]
-        deadline, in_time = time.monotonic() + timeout, []
-        for process in started:
+        origins = []
+        for _ in range(world_size):
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-                in_time.append(True)
-            except subprocess.TimeoutExpired:
-                in_time.append(False)
-        for process in started:
-            process.kill()
-            process.wait()
-        ended = zip(started, in_time, strict=True)
-        return [_result(folder, rank, process.returncode, on_time, timeout) for rank, (process, on_time) in enumerate(ended)]
+                origins.append(_idle.pop())
+            except IndexError:  # another thread may have taken the last one
+                origins.append(_Origin())
+        for rank, origin in enumerate(origins):
+            origin.start(folder, rank, environment or {})
+        deadline = time.monotonic() + timeout
+        ended = [origin.wait(max(0.0, deadline - time.monotonic())) for origin in origins]
+        _idle.extend(origins)
+        return [_result(folder, rank, code, in_time, timeout) for rank, (code, in_time) in enumerate(ended)]
 
 
 def values(results: Sequence[RankResult]) -> list[Any]:
@@ -71,17 +111,6 @@ def values(results: Sequence[RankResult]) -> list[Any]:
     failed = [f"rank {rank}: {one.error}\n{one.output}" for rank, one in enumerate(results) if one.error is not None]
     assert not failed, "\n".join(failed)
     return [one.value for one in results]
-
-
-def _start(folder: Path, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with (folder / f"{rank}.output").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
-            cwd=TESTS.parent,
-        )
 
 
 def _result(folder: Path, rank: int, code: int, on_time: bool, timeout: float) -> RankResult:
@@ -95,7 +124,7 @@ def _result(folder: Path, rank: int, code: int, on_time: bool, timeout: float) -
 
 
 def _main(folder: Path, rank: int) -> None:
-    """Calls the function in this process as ``rank`` and writes its result."""
+    """Calls the function in this process as ``rank``, writes its result and ends the process."""
     import importlib
 
     from torch import distributed
@@ -123,5 +152,27 @@ def _main(folder: Path, rank: int) -> None:
     os._exit(0)  # a peer that failed may never answer a shutdown of the group
 
 
+def _fork() -> None:
+    """Forks a process for each line of standard input, and prints its number and, once it has ended, its exit code."""
+    import torch._inductor.compile_fx  # noqa: F401  # what ranks import while they compile
+    import torch.distributed.fsdp  # noqa: F401
+
+    import autoremat.compiler.compile_loop  # noqa: F401  # not the entry point, whose import tells the job of the process
+
+    for line in sys.stdin:
+        folder, rank, environment = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.path[:] = [*dict.fromkeys([*environment["PYTHONPATH"].split(os.pathsep), *sys.path])]
+            with (Path(folder) / f"{rank}.output").open("wb") as output, open(os.devnull) as nothing:
+                for source, stream in ((nothing, 0), (output, 1), (output, 2)):
+                    os.dup2(source.fileno(), stream)
+            _main(Path(folder), rank)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
+    _fork()

@@ -77,15 +77,15 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def session_at(
-    place: str | None, agreement: str | tuple[int, ...], elsewhere: Collection[int] = (), communicates: bool = True
+    place: str, agreement: str | tuple[int, ...], elsewhere: Collection[int] = (), communicates: bool = True
 ) -> Iterator[Session | None]:
-    """Yields the session of all ranks that come to ``place``; None without a place, or if this process is the only one.
+    """Yields the session of all ranks that come to ``place``; None if this process is the only one.
 
     ``agreement`` is the option. ``elsewhere`` are ranks that do not come. ``communicates`` is False if ranks may plan the graph
     differently. An error of the body, an interrupt included, ends the session on all members, and the other ranks note it.
     """
     present = membership()
-    if present is None or place is None or agreement == "off":
+    if present is None or agreement == "off":
         yield None
         return
     ranks: Sequence[int] = range(present.job.world_size) if isinstance(agreement, str) else agreement

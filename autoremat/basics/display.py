@@ -64,11 +64,6 @@ class PlainTable(Table):
         return "<tr>" + "".join(f"<{tag}{style}>{cell}</{tag}>" for style, cell in zip(styles, inner, strict=True)) + "</tr>"
 
 
-def plain_table(title: str, columns: Iterable[str], numbers: int) -> PlainTable:
-    """Returns an empty table without rules. The first ``numbers`` columns hold figures."""
-    return PlainTable(title, columns, numbers)
-
-
 def named_figures(figures: Iterable[tuple[str, str]]) -> PlainTable:
     """Returns a table with one row per (name, figure)."""
     table = PlainTable("", ("", ""), numbers=0, show_header=False)

@@ -5,8 +5,8 @@ workers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from autoremat.basics.advice import Advice
@@ -124,101 +124,63 @@ class Occupant:
     source: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BudgetInfeasible(AutorematError):
     """Raised if no plan within the budget was found.
 
     Byte counts are above the live bytes at the start of the step, as the budget is.
     """
 
-    def __init__(
-        self,
-        *,
-        budget_bytes: int,
-        minimum_bytes: int,
-        lower_bound_bytes: int,
-        occupants: Iterable[Occupant] = (),
-        device: str | None = None,
-        plan_file: str | None = None,
-        unconstrained_bytes: int | None = None,
-        remedies: Iterable[str] = (),
-        rank: int | None = None,
-        allocated_bytes: int | None = None,
-        max_slowdown: float | None = None,
-        least_slowdown: float | None = None,
-        untimed_bytes: int | None = None,
-        gradient_bytes: int = 0,
-        device_bytes: int | None = None,
-        is_simulated: bool = False,
-        parts: Iterable[Sequence[Any]] = (),
-        loss_chunks: int = 1,
-    ) -> None:
-        """Makes the error and its message.
+    budget_bytes: int
+    """The budget."""
+    minimum_bytes: int
+    """The minimum peak found; under ``max_slowdown``, that within the time."""
+    lower_bound_bytes: int
+    """A proven lower bound on the peak of every plan."""
+    occupants: Sequence[Occupant] = ()
+    """Tensors that are live at the minimum peak found, in descending size."""
+    device: str | None = None
+    """The device of the budget."""
+    plan_file: str | None = None
+    """The stored plan that was to be applied; no other plan was tried."""
+    unconstrained_bytes: int | None = None
+    """The minimum peak found without the user's constraints, if there are any."""
+    remedies: Sequence[str] = ()
+    """Further pieces of advice."""
+    rank: int | None = None
+    """The rank of a distributed job whose plan or budget fails; None for this process."""
+    allocated_bytes: int | None = None
+    """The allocated bytes of the plan of ``minimum_bytes``, if the budget counts reserved ones."""
+    max_slowdown: float | None = None
+    """The budget of time, as a share beyond the plan without a budget; None if there is none."""
+    least_slowdown: float | None = None
+    """The slow-down of the fastest plan found within the budget of memory; None if none fits."""
+    untimed_bytes: int | None = None
+    """The minimum peak found without a budget of time."""
+    gradient_bytes: int = 0
+    """The part of the minimum peak found that gradients take, which no plan lowers."""
+    device_bytes: int | None = None
+    """The memory of the device; None if it is unknown."""
+    is_simulated: bool = False
+    """True if Inductor compiles the graph and has generated no code for ``minimum_bytes``."""
+    parts: Sequence[tuple[str, int]] = ()
+    """What binds the minimum peak found: kinds of bytes with their number, the largest first."""
+    loss_chunks: int = 1
+    """The number of chunks of the loss in the plan of ``minimum_bytes``, the fewest with that peak."""
+    advice: Advice | None = field(default=None, init=False)
+    """What makes the step fit, if that was looked for and found."""
 
-        All byte counts are ints.
-
-        - ``budget_bytes``: the budget.
-        - ``minimum_bytes``: the minimum peak found.
-        - ``lower_bound_bytes``: a proven lower bound on the peak of every plan.
-        - ``occupants``: tensors that are live at the minimum peak found; stored in descending size.
-        - ``device``: the device of the budget.
-        - ``plan_file``: the stored plan that was to be applied; no other plan was tried.
-        - ``unconstrained_bytes``: the minimum peak found without the user's constraints, if there are any.
-        - ``remedies``: further pieces of advice.
-        - ``rank``: the rank of a distributed job whose plan or budget fails; None for this process.
-        - ``allocated_bytes``: the allocated bytes of the plan of ``minimum_bytes``, if the budget counts reserved ones.
-        - ``max_slowdown``: the budget of time, as a share beyond the plan without a budget; None if there is none. With it,
-          ``minimum_bytes`` is the minimum peak found within that time.
-        - ``least_slowdown``: the slow-down of the fastest plan found within the budget of memory; None if none fits.
-        - ``untimed_bytes``: the minimum peak found without a budget of time.
-        - ``gradient_bytes``: the part of the minimum peak found that gradients take, which no plan lowers.
-        - ``device_bytes``: the memory of the device; None if it is unknown.
-        - ``is_simulated``: True if Inductor compiles the graph and has generated no code for ``minimum_bytes``.
-        - ``parts``: what binds the minimum peak found: pairs of a kind of bytes and their number, the largest first.
-        - ``loss_chunks``: the number of chunks of the loss in the plan of ``minimum_bytes``, the fewest with that peak.
-        """
-        self.budget_bytes = budget_bytes
-        self.minimum_bytes = minimum_bytes
-        self.lower_bound_bytes = lower_bound_bytes
-        self.occupants = tuple(sorted(occupants, key=lambda occupant: -occupant.bytes))
-        self.device = device
-        self.plan_file = plan_file
-        self.unconstrained_bytes = unconstrained_bytes
-        self.remedies = tuple(filter(None, remedies))
-        self.rank = rank
-        self.allocated_bytes = allocated_bytes
-        self.max_slowdown = max_slowdown
-        self.least_slowdown = least_slowdown
-        self.untimed_bytes = untimed_bytes
-        self.gradient_bytes = gradient_bytes
-        self.device_bytes = device_bytes
-        self.is_simulated = is_simulated
-        self.parts = tuple((str(name), int(bytes_)) for name, bytes_ in parts)
-        self.loss_chunks = loss_chunks
-        self.advice: Advice | None = None
+    def __post_init__(self) -> None:
+        self.occupants = tuple(sorted(self.occupants, key=lambda occupant: -occupant.bytes))
+        self.remedies = tuple(filter(None, self.remedies))
+        self.parts = tuple((str(name), int(number)) for name, number in self.parts)
         super().__init__(self._message())
 
     def figures(self) -> dict[str, Any]:
         """Returns the arguments that make this error again, as JSON data."""
-        return {
-            "budget_bytes": self.budget_bytes,
-            "minimum_bytes": self.minimum_bytes,
-            "lower_bound_bytes": self.lower_bound_bytes,
-            "occupants": [asdict(occupant) for occupant in self.occupants],
-            "device": self.device,
-            "plan_file": self.plan_file,
-            "unconstrained_bytes": self.unconstrained_bytes,
-            "remedies": list(self.remedies),
-            "rank": self.rank,
-            "allocated_bytes": self.allocated_bytes,
-            "max_slowdown": self.max_slowdown,
-            "least_slowdown": self.least_slowdown,
-            "untimed_bytes": self.untimed_bytes,
-            "gradient_bytes": self.gradient_bytes,
-            "device_bytes": self.device_bytes,
-            "is_simulated": self.is_simulated,
-            "parts": [list(part) for part in self.parts],
-            "loss_chunks": self.loss_chunks,
-        }
+        arguments = {one.name: getattr(self, one.name) for one in fields(BudgetInfeasible) if one.init}
+        occupants, parts = [asdict(occupant) for occupant in self.occupants], [list(part) for part in self.parts]
+        return arguments | {"occupants": occupants, "remedies": list(self.remedies), "parts": parts}
 
     def on_rank(self, rank: int) -> None:
         """Names the rank of a distributed job that the error comes from."""
@@ -303,16 +265,15 @@ class BudgetInfeasible(AutorematError):
         return [*advice[:1], *self.remedies, *advice[1:]]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DeviceTooSmall(BudgetInfeasible):
     """Raised if the memory that no plan decides exceeds a device by itself. ``occupants`` are the rows of its ledger.
 
     Byte counts are those of the whole device: ``budget_bytes`` is its memory, ``minimum_bytes`` the need of ``part``.
     """
 
-    def __init__(self, *, part: str, **figures: Any) -> None:
-        """Makes the error. ``part`` names the part of the step; ``figures`` are those of ``BudgetInfeasible``."""
-        self.part = part
-        super().__init__(**figures)
+    part: str
+    """The part of the step that needs the most."""
 
     def _message(self) -> str:
         where = f" ({self.device})" if self.device else ""

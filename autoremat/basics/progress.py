@@ -220,7 +220,7 @@ class Outlet(Protocol):
         """Shows ``text`` as the last message, or removes the previous one."""
 
 
-def outlet_of(console: Console | None = None) -> Outlet | None:
+def outlet_of(console: Console | None) -> Outlet | None:
     """Returns the outlet for this process, or None if there is no standard error."""
     if in_notebook():
         return Notebook(sys.stderr)

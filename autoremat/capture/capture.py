@@ -12,7 +12,7 @@ pure also begins the backward, if it follows the forward's last op.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,8 +215,7 @@ def capture(
     """Returns the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
 
     With ``cuda_name``, the traced device represents the CUDA device of that name. With ``may_repeat_collectives``, all ranks
-    follow the plan, so an all-gather may run again. Raises ``CaptureError``, with the node's
-    name, if a node is not understood.
+    follow the plan, so an all-gather may run again. Raises ``CaptureError``, with the node's name, if a node is not understood.
     """
     device = joint_graphs.device_of(joint)
     builder = Builder(joint, num_fwd_outputs, device.type, fuses, may_repeat_collectives=may_repeat_collectives)
@@ -242,14 +241,9 @@ def capture(
         for node in ordered:
             with _naming(node):
                 ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on, named.get(node, ())))
-    values = tuple(
-        Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
-              number[builder.maker[i]] if i in builder.maker else None, v.role, v.module, v.source)
-        for i, v in enumerate(builder.values)
-    )  # fmt: skip
     graph = Graph(
         ops=tuple(ops),
-        values=values,
+        values=_values(builder, number, rates.allocation_bytes),
         forward_outputs=computed(forward_outputs),
         backward_outputs=computed(backward_outputs),
         must_run=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
@@ -261,3 +255,12 @@ def capture(
     )
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
     return Capture(joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, rates, runs_on, unknown)
+
+
+def _values(builder: Builder, number: Mapping[fx.Node, int], unit: int) -> tuple[Value, ...]:
+    """Returns the values, whose bytes are multiples of ``unit``. Ops have a ``number``."""
+    return tuple(
+        Value(v.name, -(-v.bytes // unit) * unit, number[builder.maker[i]] if i in builder.maker else None, v.role, v.module,
+              v.source)
+        for i, v in enumerate(builder.values)
+    )  # fmt: skip

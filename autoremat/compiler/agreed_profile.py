@@ -53,7 +53,7 @@ def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "
     return profile_within(agreed_step(step, request, place), request, settles_as)
 
 
-def profile_within(agreed: AgreedStep, request: Request, settles_as: str = "") -> StepProfile:
+def profile_within(agreed: AgreedStep, request: Request, settles_as: str) -> StepProfile:
     """Returns the profile of a step under its budget.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, a step that ``settles_as``

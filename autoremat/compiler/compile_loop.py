@@ -281,6 +281,6 @@ def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt],
             reserved = planned.count.code_report(planned.plan, halves)
             remedies = (expandable_remedy(reserved, report.budget_bytes or 0), *remedies)
     return infeasible(
-        planning, request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes,
-        planned.plan_file, remedies=remedies, allocated=allocated,
+        planning, request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes, remedies, allocated,
+        plan_file=planned.plan_file,
     )  # fmt: skip

@@ -94,7 +94,7 @@ explain_absence_by(what_dynamo_said)
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_explicit: bool) -> Compiled:
     """Returns a callable that computes the graph, as a whole or in parts. An active interceptor makes it instead."""
     source_info.take_names(gm)
-    patches = {**compilers.mode_config(options.mode), **dict(options.inductor)}
+    patches = compilers.asked_config(options)
     interceptor = active_interceptor()
     if interceptor is None:
         warn_without_backward(gm, options, is_explicit)
@@ -153,7 +153,8 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
     asked = replace(request, on_infeasible="raise", is_part=False) if must_fit else request
     compile_with = compile_graph if request.fuses else compile_uncompiled
     try:
-        with planned_for(sizes), joined(asked, source_info.begin_of(gm.graph), may_communicate(gm)) as peers:
+        begin = source_info.begin_of(gm.graph)
+        with planned_for(sizes), joined(asked, begin, may_communicate(gm), around.stage) as peers:
             found = compile_with(source, asked, peers)
         for size, limit in sizes.items():
             size.guard_at_most(limit)

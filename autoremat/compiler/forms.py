@@ -29,7 +29,7 @@ from autoremat.torch_private.autograd import retraces_backwards
 
 
 def with_allowed_forms(
-    captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None, gathers: Links | None = None
+    captured: Capture, request: Request, card: str | None, link: HostLink | None = None, gathers: Links | None = None
 ) -> tuple[Capture, tuple[str, ...]]:
     """Returns ``captured`` with the forms of its values. For each form asked for that none has, returns option and reason.
 

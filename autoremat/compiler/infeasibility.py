@@ -27,7 +27,7 @@ NAMES = {TensorCategory.WORKSPACE: "workspace of ", TensorCategory.GRADIENT: "gr
 """Words before the name of a live tensor, by category."""
 
 
-def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
+def occupants_of(plan: Plan, minimum: int) -> list[Occupant]:
     """Returns the tensors and workspaces that are live at the peak of ``plan``.
 
     If ``minimum`` bytes exceed that peak, a last entry holds the difference, which is headroom for generated code.
@@ -35,7 +35,7 @@ def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
     moment = peak_of(plan, None)
     live = () if moment is None else moment.live
     found = [Occupant(NAMES.get(t.sort, "") + t.name, t.bytes, t.module, t.source) for t in live]
-    rest = (minimum or 0) - plan.peak_bytes
+    rest = minimum - plan.peak_bytes
     return [*found, Occupant("code headroom", rest)] if rest > 0 else found
 
 
@@ -52,41 +52,29 @@ def infeasible(
     limits: Limits,
     budget: int,
     device: str,
-    minimum: int | None = None,
-    plan_file: str | None = None,
-    unconstrained: int | None = None,
-    remedies: Iterable[str] = (),
+    minimum: int,
+    remedies: Iterable[str],
     allocated: int | None = None,
-    is_simulated: bool = False,
-    loss_chunks: int = 1,
-    **time_figures: float | int | None,
+    **figures: Any,
 ) -> BudgetInfeasible:
     """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
 
-    ``limits`` add what their origin advises, or the figures of all graphs that share the budget. ``time_figures`` are those of
-    a budget of time, if there is one. ``is_simulated`` says that Inductor will compile the graph, and no code shows the minimum
-    peak.
+    ``limits`` add what their origin advises, or the figures of all graphs that share the budget. ``figures`` are further
+    ones of the error.
     """
     smallest = planning.smallest
-    needed = minimum if allocated is None else allocated
-    minimum = smallest.peak_bytes if minimum is None else minimum
     moment, parts = peak_of(smallest, 0), parts_of_peak(smallest)
-    figures: dict[str, Any] = {
+    figures |= {
         "budget_bytes": budget,
         "minimum_bytes": minimum,
         "lower_bound_bytes": planning.lower_bound_bytes,
-        "occupants": occupants_of(smallest, needed),
+        "occupants": occupants_of(smallest, minimum if allocated is None else allocated),
         "device": device,
-        "plan_file": plan_file,
-        "unconstrained_bytes": unconstrained,
         "remedies": (*limits.remedies(minimum - budget), *remedies, *(part.remedy for part in parts[:1])),
         "parts": tuple((part.name, part.bytes) for part in parts),
         "allocated_bytes": allocated,
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),
-        "is_simulated": is_simulated,
-        "loss_chunks": loss_chunks,
-        **time_figures,
     }
     if limits.common is not None:
         figures |= limits.common.figures(max(0, minimum - budget), limits.advice)
@@ -111,20 +99,18 @@ def no_plan_fits(
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
     smallest, room = chosen.planning.smallest, budget - headroom
     host = host_remedy(chosen.priced.captured, smallest, context.request, context.cuda_name, room)
-    least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
+    least = smallest.peak_bytes + headroom  # the assumed peak of generated code
     share = chosen.priced.step_share(limits)
     if share is not None:  # the plan of the minimum peak may miss another limit
         least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
-    if bounded is None:
-        return infeasible(
-            chosen.planning, limits, budget, device, least, chosen.plan_file, unconstrained, (choice.remedy, host),
-            is_simulated=context.request.fuses, loss_chunks=chosen.chunks,
-        )  # fmt: skip
-    reserved = bounded.plan_report(chosen.planning.smallest)
-    remedies = (expandable_remedy(reserved, budget), choice.remedy, host)
+    remedies: tuple[str, ...] = (choice.remedy, host)
+    reserved = None if bounded is None else bounded.plan_report(smallest)
+    if reserved is not None:
+        remedies = (expandable_remedy(reserved, budget), *remedies)
     return infeasible(
-        chosen.planning, limits, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedies, least,
-        context.request.fuses, chosen.chunks,
+        chosen.planning, limits, budget, device, least if reserved is None else reserved.bytes, remedies,
+        None if reserved is None else least, plan_file=chosen.plan_file, unconstrained_bytes=unconstrained,
+        is_simulated=context.request.fuses, loss_chunks=chosen.chunks,
     )  # fmt: skip
 
 
@@ -157,8 +143,8 @@ def _no_plan_keeps_both(
         budget,
         taken.priced.captured.device.name,
         max(minimum, budget + 1),
-        unconstrained=unconstrained,
-        remedies=(choice.remedy,),
+        (choice.remedy,),
+        unconstrained_bytes=unconstrained,
         max_slowdown=taken.time.max_slowdown,
         least_slowdown=None if taken.planning.plan is None else taken.time.slowdown(taken.planning.plan),
         untimed_bytes=min(one.planning.smallest.peak_bytes for one in candidates) + headroom,

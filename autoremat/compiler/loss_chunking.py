@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import fx
-
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
 from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
@@ -153,9 +151,7 @@ def _chunked(
         if wanted == "auto" and any(candidate.fits for candidate in found):
             return
         now("chunking the loss")
-        joint = priced.captured.joint
-        module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
-        module.meta = dict(joint.meta)
+        module = fake_tensors.copied_module(priced.captured.joint)
         (run,) = run_passes(module, partial(chunk_loss, chunks=int(number)))
         if any(candidate.chunks == run.rewrites for candidate in found):
             return  # there are too few rows for more chunks

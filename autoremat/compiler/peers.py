@@ -32,7 +32,7 @@ from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile, graph_hash
 from autoremat.request.request import Request
-from autoremat.torch_private.pipelining import running_stage
+from autoremat.torch_private.pipelining import Stage
 from autoremat.torch_private.processes import job
 
 APART = "its ranks compile different graphs, or compute differently what the graph of each shows as equal on all of them"
@@ -158,6 +158,7 @@ class Members:
         limits = request.limits
         host = None if limits.host_bytes is None else 0  # bytes may differ, but all keep tensors on the host or none does
         others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None, host_bytes=host)
+        link = None if host is None else host_link_of(device, request.cost_model != pricing.ROOFLINE)
         budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
         is_share = limits.step_share is not None  # each rank has its own: limits of several ranks may not go together
         is_whole = found is not None and (found.report is None or found.report.plan is not None)
@@ -165,7 +166,7 @@ class Members:
             "budget": "share" if is_share else budget,
             "granted": limits.granted_bytes,
             "host": limits.host_bytes,
-            "link": _own_link(request, device),
+            "link": None if link is None else [*astuple(link)],
             "options": json.loads(replace(request, limits=others).cache_key()),
             "rates": pricing.identity(request.cost_model, device),
             "record": found.agreement if found is not None and is_whole else "",
@@ -326,14 +327,13 @@ def _slowest_by_graph(parts: Parts) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def joined(request: Request, place: str | None, communicates: bool) -> Iterator[Peers]:
-    """Yields the peers that compile the graph at ``place`` together.
+def joined(request: Request, place: str, communicates: bool, stage: Stage | None) -> Iterator[Peers]:
+    """Yields the peers that compile the graph at ``place`` together, of the ranks that run ``stage`` in a pipeline.
 
-    A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). A rank may compile a
-    graph again by itself unless it ``communicates``: only repeated gathers, and Inductor's messages about collectives, need the
-    same plan on all ranks. An error of the body ends the compilation on all members.
+    A process without peers compiles alone. A rank may compile a graph again by itself unless it ``communicates``: only repeated
+    gathers, and Inductor's messages about collectives, need the same plan on all ranks. An error of the body ends the
+    compilation on all members.
     """
-    stage = None if place is None else running_stage()
     if stage is not None:
         place = f"{place}, stage {stage.index} of a pipeline"
     elsewhere = () if stage is None else stage.group_ranks
@@ -353,12 +353,6 @@ def _least_budget(parts: Parts) -> dict[str, Any]:
     least = min(budgets, key=lambda rank: budgets[rank]) if kinds & {int, float} else next(iter(budgets))
     binding = least if len(set(budgets.values())) > 1 else None
     return {"budget": budgets[least], "binding": binding, "granted": min(one["granted"] for one in parts.values())}
-
-
-def _own_link(request: Request, device: torch.device) -> list[float] | None:
-    """Returns the figures of this rank's link to the host; None if nothing is kept there."""
-    link = None if request.limits.host_bytes is None else host_link_of(device, request.cost_model != pricing.ROOFLINE)
-    return None if link is None else [*astuple(link)]
 
 
 def _least_host(parts: Parts) -> dict[str, Any]:

@@ -74,8 +74,7 @@ class _AsTorchDoes:
         Raises ``_Known`` if there is no backward, if the graph has many ops, or if memory beside its call counts.
         """
         if not joint.is_region:
-            copied = fx.GraphModule(joint.module, fake_tensors.shallow_copy(joint.module.graph))
-            priced = price_graph(replace(joint, module=copied), self.context)
+            priced = price_graph(replace(joint, module=fake_tensors.copied_module(joint.module)), self.context)
             if priced is None or len(priced.graph.ops) > MOST_OPS:
                 raise _Known
             if priced.graph.in_flight > 1 or priced.graph.resident_bytes:

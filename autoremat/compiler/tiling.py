@@ -9,8 +9,6 @@ import dataclasses
 import warnings
 from functools import partial
 
-from torch import fx
-
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
 from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
@@ -73,9 +71,7 @@ def _with_tiles(whole: ChunkingChoice, priced: PricedGraph, context: PlanningCon
 def _tiled(priced: PricedGraph, context: PlanningContext, tiles: int) -> PricedGraph | None:
     """Returns the graph with its stretches in ``tiles`` tiles; None if it has no stretch."""
     now("tiling")
-    joint = priced.captured.joint
-    module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
-    module.meta = dict(joint.meta)
+    module = fake_tensors.copied_module(priced.captured.joint)
     try:
         (run,) = run_passes(module, partial(tile_rows, tiles=tiles))
     except ChunkingUnsupported:

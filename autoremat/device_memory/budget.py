@@ -15,6 +15,7 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS
 from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory
+from autoremat.device_memory.strategies import rows_of_models
 from autoremat.planner.cost import DATASHEETS, device_memory
 from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
@@ -82,7 +83,7 @@ def device_budget(
     whole = _whole_device(total, modules, device)
     inventory = Inventory(whole.device_type, whole.rounding, whole.moved)
     rows = [LedgerRow("context and libraries", whole.context_bytes() if context is None else _bytes(context, "context"))]
-    rows += inventory.rows_of_models(modules, kept, flag(hooks_free_gradients, "hooks_free_gradients"))
+    rows += rows_of_models(modules, inventory, kept, flag(hooks_free_gradients, "hooks_free_gradients"))
     memory = _optimizer_memory(optimizer, whole)
     rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))
     rows += inventory.rows_of_others(others or {})

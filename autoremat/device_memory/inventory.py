@@ -1,27 +1,21 @@
-"""The tensors that exist beside a plan: parameters, buffers, gradients, buckets, shards and the user's own."""
+"""Counts tensors that exist beside a plan, and has the ledger's rows for the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from autoremat.basics.checks import as_int, refused, text_to_bytes
-from autoremat.planner.multigraph.device_budget import COMPILED, EARLIER_GRADIENTS, UPDATES, LedgerRow, StepPart
-from autoremat.torch_private.autograd import hooks_after_gradients
+from autoremat.planner.multigraph.device_budget import LedgerRow
 from autoremat.torch_private.fake_optimizers import local
-from autoremat.torch_private.fully_sharded import gathered_groups
 from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.tensor_identity import storage_key
 
 OTHER_FORMS = 'a dict of names to modules, tensors or bytes, such as {"EMA": ema_model, "cache": "1GiB"}'
-
-FEWER_PARAMETERS = "hold parameters in fewer bits, or shard them (FSDP2's fully_shard)"
-FEWER_GRADIENTS = "train fewer parameters (LoRA, frozen layers), or run the optimizer in the backward, which frees each early"
 
 
 @dataclass
@@ -56,36 +50,6 @@ class Inventory:
         """Returns the bytes of dense gradients, one for each parameter that requires one."""
         found = {id(p): local(p) for p in parameters if p.requires_grad}.values()
         return sum(rounded(p.numel() * p.element_size(), self.rounding) for p in found if self.counts(p))
-
-    def rows_of_models(self, models: Sequence[nn.Module], kept_in: StepPart, hooks_free: bool = False) -> Iterator[LedgerRow]:
-        """Yields the rows of models: parameters, buffers, gradients, and the buffers of their parallelism.
-
-        ``kept_in`` are the parts of forward and backward in which earlier gradients are live. With ``hooks_free``, gradients
-        with post-accumulate-grad hooks are live in the backward alone, where the plans count them.
-        """
-        parameters = {id(p): p for model in models for p in model.parameters()}
-        yield LedgerRow("parameters", self.bytes_of(parameters.values()), remedy=FEWER_PARAMETERS)
-        yield LedgerRow("buffers", self.bytes_of(buffer for model in models for buffer in model.buffers()))
-        parallel = [model for model in models if isinstance(model, DistributedDataParallel)]
-        views = {id(p) for model in parallel if model.gradient_as_bucket_view for p in model.parameters()}
-        in_buckets = self.gradient_bytes(p for model in parallel for p in model.parameters())
-        advice = "" if views else "gradient_as_bucket_view=True makes gradients views of the buckets"
-        yield LedgerRow("buckets of DistributedDataParallel", in_buckets, remedy=advice)
-        freed = {id(p) for p in parameters.values() if hooks_free and hooks_after_gradients(p)}
-        gradients = self.gradient_bytes(p for p in parameters.values() if id(p) not in views | freed)
-        yield LedgerRow("gradients", gradients, UPDATES, FEWER_GRADIENTS)
-        advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
-        yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)
-        gathered = sum(map(self.gathered_bytes, models))
-        yield LedgerRow("gathered parameters of fully_shard", gathered, COMPILED, "shard smaller modules")
-
-    @staticmethod
-    def gathered_bytes(model: nn.Module) -> int:
-        """Returns the bytes that ``fully_shard`` holds at most: groups that stay, the running, the next and the reduced one."""
-        groups = list(gathered_groups(model))
-        kept = sum(size for size, is_freed in groups if not is_freed)
-        freed = sorted((size for size, is_freed in groups if is_freed), reverse=True)
-        return kept + sum(freed[:2]) + max((size for size, _ in groups), default=0)
 
     def rows_of_others(self, others: Mapping[str, Any]) -> Iterator[LedgerRow]:
         """Yields a row for each of the user's own: a module, tensors, or bytes. Raises ``OptionsError`` for other values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoremat.basics.display import PlainTable, Shown, plain_table
+from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import ForwardValue
@@ -63,7 +63,7 @@ class ReportDiff(Shown):
 
     def tables(self) -> Sequence[PlainTable]:
         """Returns the printed tables."""
-        figures = plain_table("", ("", "before", "after", "change"), numbers=0)
+        figures = PlainTable("", ("", "before", "after", "change"), numbers=0)
         for row in self.figures:
             figures.add_row(*row)
         if not self.changes:
@@ -74,7 +74,7 @@ class ReportDiff(Shown):
         title = f"{len(self.changes)} values with another decision" + (
             ", the largest" if len(shown) < len(self.changes) else ""
         )
-        table = plain_table(title, ("bytes", "value", "before", "after", "why", "module"), numbers=1)
+        table = PlainTable(title, ("bytes", "value", "before", "after", "why", "module"), numbers=1)
         for change in shown:
             known = change.after or change.before
             assert known is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autoremat.basics.display import PlainTable, plain_table
+from autoremat.basics.display import PlainTable
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.memory.allocations import Kernel
 from autoremat.planner.memory.code_places import start_of
@@ -44,7 +44,7 @@ def op_bytes_table(plan: Plan, kernels: Sequence[Kernel | None], measured: Mappi
     seconds = [None if kernel is None else kernel.seconds for kernel in kernels] or [None] * len(plan.sequence)
     has_seconds = any(lasts is not None for lasts in seconds)
     names = (*columns, *(["seconds"] if has_seconds else []))
-    table = plain_table(f"{len(plan.sequence)} executions", (*names, "op", "half", "where"), numbers=len(names))
+    table = PlainTable(f"{len(plan.sequence)} executions", (*names, "op", "half", "where"), numbers=len(names))
     for position, (op, *sizes) in enumerate(zip((plan.graph.ops[i] for i in plan.sequence), *columns.values(), strict=True)):
         in_forward = position < len(plan.schedule.forward)
         half = "forward" if in_forward else "recomputed" if op.forward else "backward"

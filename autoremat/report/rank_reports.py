@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoremat.basics.display import PlainTable, Shown, plain_table
+from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report.report import Report
 
@@ -25,7 +25,7 @@ class RankReports(Shown):
     def tables(self) -> Sequence[PlainTable]:
         """Returns the printed table: a row for each graph of each rank."""
         columns = ("rank", "graph", "budget", "peak", "baseline", "recomputation", "ops", "plan")
-        table = plain_table("", columns, numbers=7)
+        table = PlainTable("", columns, numbers=7)
         for rank, reports in sorted(self.by_rank.items()):
             for number, report in enumerate(reports):
                 table.add_row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from autoremat.basics.display import PlainTable, named_figures, plain_table
+from autoremat.basics.display import PlainTable, named_figures
 from autoremat.basics.display import as_text as as_text
 from autoremat.basics.error_text import binding
 from autoremat.basics.units import format_bytes, format_seconds
@@ -24,7 +24,7 @@ def tables(report: ReportData) -> list[PlainTable]:
     if report.device_ledger is not None:
         found.append(report.device_ledger.table(report.peak_bytes))
     if report.saved:
-        tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
+        tensors = PlainTable("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
         for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
             tensors.add_row(format_bytes(tensor.bytes), tensor.op, tensor.module, short_source(tensor.source))
         found.append(tensors)
@@ -38,21 +38,11 @@ def short_source(source: str) -> str:
 
 def figures(report: ReportData) -> list[tuple[str, str]]:
     """Returns the report's figures, each with its name."""
-    ceiling = (
-        "" if report.soft_budget_bytes is None else f" (torch's own partition needs {format_bytes(report.soft_budget_bytes)})"
-    )
-    budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
-    if report.budget_bytes is not None and report.count == "reserved":
-        budget += " of reserved bytes"
-    if report.budget_share is not None and report.reference_bytes is not None:
-        asked = f"share of {report.budget_share:g} of the reference peak"
-        granted = report.granted_bytes is not None and report.granted_bytes == report.budget_bytes
-        budget += f": that of an earlier graph of this function, over the {asked}" if granted else f": the {asked}"
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", plus {format_bytes(report.code_headroom_bytes)} of code headroom" if report.code_headroom_bytes else ""
     least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
     rows = [
-        ("budget", budget),
+        ("budget", _budget_text(report)),
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of the baseline){reserved}"),
         *_reference(report),
         ("baseline", f"{format_bytes(report.baseline_peak_bytes)}, without recomputation"),
@@ -92,6 +82,19 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))
     return rows
+
+
+def _budget_text(report: ReportData) -> str:
+    """Returns the budget of memory, and what it was asked for as; without one, what torch's own partition needs."""
+    if report.budget_bytes is None:
+        soft = report.soft_budget_bytes
+        return "none" if soft is None else f"none (torch's own partition needs {format_bytes(soft)})"
+    budget = format_bytes(report.budget_bytes) + (" of reserved bytes" if report.count == "reserved" else "")
+    if report.budget_share is None or report.reference_bytes is None:
+        return budget
+    asked = f"share of {report.budget_share:g} of the reference peak"
+    is_granted = report.granted_bytes == report.budget_bytes
+    return f"{budget}: that of an earlier graph of this function, over the {asked}" if is_granted else f"{budget}: the {asked}"
 
 
 def _binding(report: ReportData) -> list[tuple[str, str]]:
@@ -244,7 +247,7 @@ def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable
     """Returns a table of the first ``limit`` of ``values``, with their decisions and reasons."""
     shown = values if limit is None else values[:limit]
     title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
-    table = plain_table(title, ("bytes", "added", "value", "decision", "where, and why"), numbers=2)
+    table = PlainTable(title, ("bytes", "added", "value", "decision", "where, and why"), numbers=2)
     for value in shown:
         added = format_seconds(value.added_seconds) if value.added_seconds else ""
         lines = "\n".join(filter(None, (where(value), value.why)))  # side by side, neither is readable at 80 columns
@@ -261,7 +264,7 @@ def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
     """Returns a table of sums by module or op."""
     other = [format_bytes(total.stored_bytes) for total in totals] if any(total.stored_bytes for total in totals) else []
     columns = ("saved", *(("in other forms",) if other else ()), "recomputed", "fused", "run", "run again", "values", by)
-    table = plain_table(f"by {by}", columns, numbers=len(columns) - 1)
+    table = PlainTable(f"by {by}", columns, numbers=len(columns) - 1)
     for number, total in enumerate(totals):
         table.add_row(
             format_bytes(total.saved_bytes), *other[number : number + 1],
@@ -273,7 +276,7 @@ def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
 
 def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
     """Returns a table of the live tensors at a peak, the largest first."""
-    table = plain_table(
+    table = PlainTable(
         f"{format_bytes(moment.bytes)} live in the {place(moment)}", ("bytes", "tensor", "kind", "where"), numbers=1
     )
     shown = moment.live if limit is None else moment.live[:limit]

@@ -1,6 +1,7 @@
 """The surroundings of a graph: the facts about its place in the job that decide what is asked of it.
 
-Each way to distribute or to divide a step has one function here that finds its facts.
+Each way to distribute or to divide a step has one property here for its facts. Two are read from the graph where it is
+compiled: ``split_graphs.current_split`` for buckets and parts, ``dynamo.sharded_inputs`` for parameters under ``fully_shard``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoremat.basics.checks import as_float, as_int, refused
-from autoremat.basics.display import PlainTable, Shown, plain_table
+from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import format_bytes, format_seconds
@@ -75,7 +75,7 @@ class BestBatch(Shown):
         """Returns the printed tables."""
         head = PlainTable("", ("",), numbers=0, show_header=False)
         head.add_row(self.line())
-        table = plain_table("", ("size", "samples/s", "of the best", "step", "peak", "recomputed"), numbers=6)
+        table = PlainTable("", ("size", "samples/s", "of the best", "step", "peak", "recomputed"), numbers=6)
         for one in self.tried:
             if one.samples_per_second is None:
                 table.add_row(str(one.size), "does not fit", "", "", format_bytes(one.peak_bytes), "")

@@ -66,15 +66,10 @@ class DryRun:
         request = self.target.request(self.options, module, inputs, self.resident_bytes)
         stored = request.plan if plan is None else (PlanFile.of(plan),)
         request = replace(request, on_planning_error="raise", plan=stored)
-        patches = {**asked_config(self.options), **fake_tensors.RUNS_NOTHING}
+        patches = {**compilers.asked_config(self.options), **fake_tensors.RUNS_NOTHING}
         source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
         with self.target.fusing_attention(), inductor_lowering.without_kernels():
             return compile_graph(source, request).report
-
-
-def asked_config(options: Options) -> dict[str, Any]:
-    """Returns the Inductor settings that the options ask for."""
-    return {**compilers.mode_config(options.mode), **dict(options.inductor)}
 
 
 def dry_run(options: Options, target: Target, resident_bytes: int) -> DryRun:
@@ -108,6 +103,6 @@ def dry_runs(
         return lambda module, inputs: [lowered.report(module, inputs)]
 
     found, notes = trace(model_or_fn, args, kwargs, device, visiting)
-    if left_out := [key for key in fake_tensors.RUNS_NOTHING if asked_config(options).get(key)]:
+    if left_out := [key for key in fake_tensors.RUNS_NOTHING if compilers.asked_config(options).get(key)]:
         notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
     return found, notes

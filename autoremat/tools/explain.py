@@ -169,7 +169,7 @@ def preview_visitor(
             warn_without_effect(request, priced.captured.runs_on)
             found.append(look(Preview(priced, context)))
 
-        config = {**compilers.mode_config(options.mode), **dict(options.inductor)}
+        config = compilers.asked_config(options)
         decompositions = as_on_cuda() if target.is_represented else None
         with (
             tracing_to(look_at, context) as partitioner,

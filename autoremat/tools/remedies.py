@@ -93,7 +93,7 @@ def settings_of(remedies: Sequence[Remedy], report: Report) -> dict[str, object]
     return {key: value for remedy in remedies for key, value in remedy.setting(reports).items()}
 
 
-def left_bytes(remedies: Sequence[Remedy], error: BudgetInfeasible, smaller_batch: bool = False) -> int:
+def left_bytes(remedies: Sequence[Remedy], error: BudgetInfeasible, smaller_batch: bool) -> int:
     """Returns the bytes at the minimum peak that the remedies, and a smaller batch if one is possible, cannot lower."""
     lowers = [remedy.lowers for remedy in remedies]
     return sum(

@@ -51,7 +51,7 @@ class _Recorder(Generic[T]):
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         take_names(module)
-        runnable = fx.GraphModule(module, fake_tensors.shallow_copy(module.graph))
+        runnable = fake_tensors.copied_module(module)
         if may_train(module, inputs):
             self.found.extend(self.visit(module, inputs))
         now("following the rest of the step")

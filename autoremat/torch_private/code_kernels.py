@@ -95,17 +95,13 @@ def _moved_bytes(node: Any, lowering: Any) -> int:
 
     parts = set(node.get_nodes())
     made = {dependency.name for part in parts for dependency in part.read_writes.writes}
-    inside = {name for name in made if not _is_read_outside(lowering.scheduler.name_to_buf[name], parts)}
+    inside = {name for name in made if all(user.node in parts for user in lowering.scheduler.name_to_buf[name].users)}
     elements = defaultdict[str, int](int)
     for dependencies, left_out in ((node.read_writes.reads, made), (node.read_writes.writes, inside)):
         for dependency in dependencies - {one for one in dependencies if isinstance(one, WeakDep)}:
             if dependency.name not in left_out:
                 elements[dependency.name] += _touched(dependency, lowering)
     return sum(_bytes_of(name, count, lowering) for name, count in elements.items())
-
-
-def _is_read_outside(buffer: Any, parts: set[Any]) -> bool:
-    return any(user.node not in parts for user in buffer.users)
 
 
 def _touched(dependency: Any, lowering: Any) -> int:

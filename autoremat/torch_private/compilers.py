@@ -14,6 +14,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
+from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import Kernel
 from autoremat.torch_private import names, running_code
 from autoremat.torch_private.compile_progress import inductor_is_told
@@ -108,13 +109,11 @@ def inductor_config_names() -> frozenset[str]:
     return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())
 
 
-def mode_config(mode: str | None) -> dict[str, Any]:
-    """Returns the Inductor options of ``torch.compile(mode=...)``."""
-    if mode is None:
-        return {}
+def asked_config(options: Options) -> dict[str, Any]:
+    """Returns the Inductor settings that the options ask for, by a mode of ``torch.compile`` and by name."""
     from torch._inductor import list_mode_options
 
-    return dict(list_mode_options(mode))
+    return {**(list_mode_options(options.mode) if options.mode is not None else {}), **dict(options.inductor)}
 
 
 def configuration_fingerprint() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,9 @@ HOOKS = (
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
 """Attributes that hold the user's hooks. A copy has none."""
+
+AVERAGERS = "torch.distributed.algorithms.model_averaging.averagers"
+"""The module of local SGD, by which replicas average their parameters."""
 
 OWN_METHODS = ("step", "zero_grad")
 """Methods that schedulers of the learning rate and others replace on an instance. The copy has those of its class."""
@@ -71,7 +74,8 @@ class FakeCopies:
 def fake_copy(optimizer: Optimizer, copies: FakeCopies) -> Optimizer:
     """Returns the copy of ``optimizer`` without its hooks. Its parameters, gradients and state are fake ``copies``.
 
-    Optimizers inside of it, whose steps its own step calls, are copied too.
+    Optimizers inside of it, whose steps its own step calls, are copied too. An averager of local SGD is replaced by one that
+    sends nothing and averages after each step.
     """
     if id(optimizer) in copies.holders:
         found: Optimizer = copies.holders[id(optimizer)]
@@ -90,6 +94,8 @@ def _faked(value: Any, copies: FakeCopies) -> Any:
         return fake_copy(value, copies)
     if isinstance(value, torch.Tensor):
         return copies.of(value)
+    if AVERAGERS in sys.modules and isinstance(value, sys.modules[AVERAGERS].ModelAverager):
+        return _LocalAverager()
     if id(value) in copies.holders:
         return copies.holders[id(value)]
     if type(value) in (dict, OrderedDict, defaultdict):
@@ -103,6 +109,14 @@ def _faked(value: Any, copies: FakeCopies) -> Any:
         items.extend(_faked(one, copies) for one in value)
         return items
     return tuple(_faked(one, copies) for one in value) if type(value) is tuple else value
+
+
+class _LocalAverager:
+    """Stands for an averager of local SGD: it makes the copy of the parameters that a real one sends, and frees it."""
+
+    def average_parameters(self, params: Iterable[Any]) -> None:
+        groups = (one["params"] if isinstance(one, dict) else [one] for one in params)
+        torch.cat([p.detach().flatten() for group in groups for p in group if p.grad is not None])
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:

@@ -119,7 +119,7 @@ def trace_joint(
     partition: Partition,
     inductor: bool,
     config: dict[str, Any],
-    decompositions: dict[Any, Callable[..., Any]] | None = None,
+    decompositions: dict[Any, Callable[..., Any]] | None,
 ) -> None:
     """Traces the joint graph of ``module`` with AOTAutograd and hands it to ``partition``, which ends the tracing by raising.
 
@@ -158,12 +158,19 @@ def partition_for(
 
     Budgets in the model are ignored.
     """
-    copied = fx.GraphModule(joint, shallow_copy(joint.graph))
+    copied = copied_module(joint)
     for node in copied.graph.nodes:
         if joint_graphs.torchs_budget(node) is not None:
             node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != joint_graphs.BUDGET_KEY}
     with functorch_config.patch(activation_memory_budget=share):
         return joint_graphs.partition_as_torch_does(copied, inputs, **keywords)
+
+
+def copied_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a module with a :func:`shallow_copy` of the graph, and with the same attributes and metadata."""
+    copied = fx.GraphModule(module, shallow_copy(module.graph))
+    copied.meta = dict(module.meta)
+    return copied
 
 
 def shallow_copy(graph: fx.Graph) -> fx.Graph:

@@ -26,7 +26,6 @@ from autoremat.planner.multigraph.frame import Border, Frame, Part
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-ENVIRONMENT = {"AUTOREMAT_COST_MODEL": "roofline"}
 EAGER = {"compiler": "aot_eager"}
 WIDTH, ROWS = 256, 512
 
@@ -238,7 +237,7 @@ def in_all_ways(rank: int) -> dict[str, Trained]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Trained]]:
-    return values(run_ranks(in_all_ways, 2, environment=ENVIRONMENT, timeout=600))
+    return values(run_ranks(in_all_ways, 2, timeout=600))
 
 
 @pytest.mark.slow

@@ -6,83 +6,81 @@ Each compilation runs in a process of its own, with the cache folders that the t
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import ROOT
-from processes import ONE_THREAD
+from processes import run_ranks, values
+from torch import nn
 
 import autoremat
+from autoremat.compiler import cache_key, compile_loop, partitioner
 
 pytestmark = pytest.mark.slow
 
 
-SCRIPT = """
-import json, sys, warnings
-import torch
-from torch import nn
-import autoremat
-from autoremat.compiler import cache_key, compile_loop, partitioner
-
-request = json.loads(sys.argv[1])
-if request["source_hash"]:
-    compile_loop.source_hash = cache_key.source_hash = lambda: request["source_hash"]
-calls = []
-original = partitioner.Partitioner.__call__
-def counted(self, *args, **kwargs):
-    calls.append(1)
-    return original(self, *args, **kwargs)
-partitioner.Partitioner.__call__ = counted
-
 class Block(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-    def forward(self, x):
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))
 
-answers = []
-for budget in request["budgets"]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    calls.clear()
-    before = len(autoremat.reports())
-    model = nn.Sequential(*(Block(32) for _ in range(2)))
+
+def trained(_: int, budgets: Sequence[object], source_hash: str, train: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What two steps of a model show, or one without gradients, after another under each budget."""
+    if source_hash:
+        compile_loop.source_hash = cache_key.source_hash = lambda: source_hash
+    calls, partition = [], partitioner.Partitioner.__call__
+
+    def counted(self: partitioner.Partitioner, *args: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return partition(self, *args, **keywords)
+
+    partitioner.Partitioner.__call__ = counted
+    answers = []
+    for budget in budgets:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        calls.clear()
+        before = len(autoremat.reports())
+        model = nn.Sequential(*(Block(32) for _ in range(2)))
+        found = steps(model, {"memory_budget": budget, **options}, 2 if train else 0)
+        reports = [json.loads(report.to_json()) for report in autoremat.reports()[before:]]
+        answers.append({"reports": reports, "calls": len(calls), **found})
+    return answers
+
+
+def steps(model: nn.Module, options: dict[str, Any], count: int) -> dict[str, float]:
+    """The loss and the gradients of the last of so many steps, its measured peak and the bytes that it saves."""
     x = torch.randn(256, 32)
-    options = {"memory_budget": budget, **request["options"]}
     compiled = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
-    saved = {}
-    def pack(tensor):
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor is not x and not isinstance(tensor, nn.Parameter):
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
-    if request["train"]:
-        for step in range(2):
-            model.zero_grad()
-            with autoremat.track_peak("cpu") as peak:
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                    loss = compiled(x)
-                kept = sum(saved.values())
-                saved.clear()
-                loss.backward()
-        gradient = sum(float(p.grad.double().abs().sum()) for p in model.parameters())
-        measured = peak.bytes
-    else:
+
+    if not count:
         with torch.no_grad():
-            loss, gradient, measured, kept = compiled(x), 0.0, 0, 0
-    answers.append({
-        "reports": [json.loads(r.to_json()) for r in autoremat.reports()[before:]],
-        "calls": len(calls), "measured": measured, "kept": kept, "loss": float(loss), "gradient": gradient,
-    })
-print("ANSWER " + json.dumps(answers))
-"""
+            return {"loss": float(compiled(x)), "gradient": 0.0, "measured": 0, "kept": 0}
+    for _ in range(count):
+        model.zero_grad()
+        saved.clear()
+        with autoremat.track_peak("cpu") as peak:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = compiled(x)
+            kept = sum(saved.values())
+            loss.backward()
+    gradient = sum(float(p.grad.double().abs().sum()) for p in model.parameters())
+    return {"loss": float(loss), "gradient": gradient, "measured": peak.bytes, "kept": kept}
+
 
 SHARE, LESS = 0.9, 0.6
 """Budgets, as shares of the reference peak."""
@@ -96,40 +94,24 @@ class Caches:
     """Cache folders of their own, and processes that use them."""
 
     folder: Path
-    script: Path
-    """Its path is part of the key: reports name source lines."""
 
     @property
     def records(self) -> list[Path]:
         return sorted((self.folder / "autoremat" / "reports").glob("*.json"))
 
     def run(self, *budgets: object, source_hash: str = "", train: bool = True, **options: object) -> list[dict[str, Any]]:
-        request = {"budgets": budgets, "source_hash": source_hash, "options": options, "train": train}
-        environment = {
-            **os.environ,
-            **ONE_THREAD,
+        folders = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "AUTOREMAT_CACHE_DIR": str(self.folder / "autoremat"),
-            "PYTHONPATH": str(ROOT),
         }
-        done = subprocess.run(
-            [sys.executable, str(self.script), json.dumps(request)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-        return json.loads(line.removeprefix("ANSWER "))
+        call = (budgets, source_hash, train, options)
+        return values(run_ranks(trained, 1, timeout=600, args=call, environment=folders, group=False))[0]
 
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Caches, dict[str, Any]]:
     """Caches that hold one compilation, and what it answered."""
-    script = tmp_path_factory.mktemp("script") / "train.py"
-    script.write_text(SCRIPT)
-    caches = Caches(tmp_path_factory.mktemp("cold"), script)
+    caches = Caches(tmp_path_factory.mktemp("cold"))
     (answer,) = caches.run(SHARE)
     assert answer["calls"] >= 1
     return caches, answer
@@ -139,7 +121,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Caches, dict[str, An
 def caches(cold: tuple[Caches, dict[str, Any]], tmp_path: Path) -> Caches:
     """A copy of those caches, to spoil."""
     shutil.copytree(cold[0].folder, tmp_path / "copy")
-    return Caches(tmp_path / "copy", cold[0].script)
+    return Caches(tmp_path / "copy")
 
 
 def report_of(answer: dict[str, Any]) -> dict[str, Any]:

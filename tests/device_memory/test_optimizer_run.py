@@ -11,7 +11,8 @@ import torch
 from eight_bit import EightBitAdam
 from measured_optimizers import OPTIMIZERS, Model, Sorting, bytes_of, measured_updates, row, state_bytes
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 import autoremat
 from autoremat.device_memory.optimizer_run import optimizer_memory
@@ -94,6 +95,22 @@ def test_a_sharded_optimizer_has_the_state_of_its_rank_and_is_not_stepped(rank):
         torch.distributed.destroy_process_group()
     assert 0 < predicted.state_bytes == state_bytes(optimizer.optim) < 1.5 * bytes_of(model.parameters())
     assert beside_its_shard.state_bytes == predicted.state_bytes
+
+
+def test_local_sgd_counts_the_copy_that_replicas_average_and_averages_nothing():
+    model = Model(2)
+    copied = bytes_of(model.parameters())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        averager = PeriodicModelAverager(period=2, warmup_steps=1)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+        predicted = optimizer_memory([optimizer], "cpu")
+        assert averager.step == 0
+        alone, averaged = measured_updates(optimizer, model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert predicted.later_step_bytes == pytest.approx(averaged, rel=0.01)
+    assert averaged >= copied > alone
 
 
 def test_numbers_that_a_step_reads_are_assumed_and_noted():

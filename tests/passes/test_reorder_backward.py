@@ -86,7 +86,7 @@ def captured() -> tuple[Capture, Schedule]:
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
         number = keywords["num_fwd_outputs"]
-        copy = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
+        copy = fake_tensors.copied_module(joint)
         found.append(capture(joint_graphs.prepare_joint(copy, number), number, fuses=False))
         return joint_graphs.partition_as_torch_does(joint, joint_inputs, **keywords)
 

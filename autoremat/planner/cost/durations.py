@@ -22,7 +22,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from autoremat.planner.cost.fused_traffic import LARGEST_TYPE_RATIO, traffic_of
+from autoremat.planner.cost.fused_traffic import LARGEST_TYPE_RATIO
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.recent import Recent
@@ -33,16 +33,9 @@ ROUNDING = 1e-9
 """Relative error of seconds that are computed in two ways."""
 
 
-def durations(graph: Graph, schedule: Schedule, *, fused: bool = True) -> NDArray[np.float64]:
-    """Returns the seconds of each execution of ``schedule``. They do not depend on its stays.
-
-    With ``fused=False``, graphs that fuse get the seconds by which plans are compared: of every op alone, of recomputation, and
-    of the traffic of saved values.
-    """
-    if fused and graph.fuses:
-        return graph.derived(_recent).of(schedule)
-    seconds = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
-    return _compared(graph, schedule, seconds) if graph.fuses else seconds
+def durations(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
+    """Returns the seconds of each execution of ``schedule``. They do not depend on its stays."""
+    return graph.derived(_recent).of(schedule) if graph.fuses else _alone(graph, schedule)
 
 
 def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
@@ -51,23 +44,14 @@ def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
 
 def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
     """Returns the seconds of each execution as fused, which callers share and do not change."""
-    alone = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
-    found = _Kernels(graph, schedule).seconds(alone)
+    found = _Kernels(graph, schedule).seconds(_alone(graph, schedule))
     found.setflags(write=False)
     return found
 
 
-def _compared(graph: Graph, schedule: Schedule, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns ``seconds`` with those of recomputation, and of the traffic of saved values where these are computed first."""
-    traffic, first = traffic_of(graph), dict[int, int]()
-    for position, index in enumerate(schedule.sequence):
-        if first.setdefault(index, position) != position and index < graph.num_forward:
-            seconds[position] = traffic.recompute_seconds[index]
-    for value in schedule.saved(graph):
-        producer = graph.values[value].producer
-        assert producer is not None, "inputs are not saved"
-        seconds[first[producer]] += traffic.saving_seconds[value]
-    return seconds
+def _alone(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
+    """Returns the seconds of each execution as a kernel of its own."""
+    return np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
 
 
 class _Kernels:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autoremat.basics.display import PlainTable, Shown, named_figures, plain_table
+from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import DeviceTooSmall, Occupant
 from autoremat.basics.units import format_bytes
 
@@ -195,7 +195,7 @@ class DeviceBudget(Shown):
         """Returns the rows of the ledger by parts of the step, in bytes. A plan's ``peak_bytes`` add a row."""
         parts, name = self.parts, "peak of the plans" if self.step_peak_bytes else "peak of the plan"
         peak_bytes = None if peak_bytes is None else max(peak_bytes, self.step_peak_bytes)
-        table = plain_table("ledger of the device", (*(SHORT[part] for part in parts), "memory"), numbers=len(parts))
+        table = PlainTable("ledger of the device", (*(SHORT[part] for part in parts), "memory"), numbers=len(parts))
         plan = () if peak_bytes is None else (LedgerRow(name, peak_bytes, COMPILED),)
         for row in (*self.rows, *plan):
             table.add_row(*(format_bytes(row.bytes) if part in row.live else "" for part in parts), row.name)

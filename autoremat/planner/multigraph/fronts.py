@@ -13,7 +13,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.plan_source import PlanSource
 
 
-def border_values(plan: Plan, kept_inputs: Collection[int], free: Collection[int] = ()) -> set[int]:
+def border_values(plan: Plan, kept_inputs: Collection[int], free: Collection[int]) -> set[int]:
     """Returns the values at the borders of the graph that ``plan`` keeps live until its backward.
 
     They are the inputs among ``kept_inputs`` without ``free``, and the forward outputs, that the backward reads.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoremat.basics.budget import budget_bytes, parse_budget
-from autoremat.basics.display import PlainTable, Shown, named_figures, plain_table
+from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph import ledger
@@ -289,7 +289,7 @@ class StepProfile(Shown):
         """Returns the printed tables."""
         has_blocks = any(graph.block is not None for graph in self.step.graphs)
         columns = ["graph", "calls", "saves per call", "of", "peak of a call", "added per call", "begins at"]
-        table = plain_table("", [*columns[:1], "blocks", *columns[1:]] if has_blocks else columns, numbers=6 + has_blocks)
+        table = PlainTable("", [*columns[:1], "blocks", *columns[1:]] if has_blocks else columns, numbers=6 + has_blocks)
         for number, plan, graphs in self.variants:
             fastest = graphs[0].front[0]
             blocks = [in_ranges([graph.block for graph in graphs if graph.block is not None])] if has_blocks else []
@@ -302,6 +302,10 @@ class StepProfile(Shown):
 
     def _figures(self) -> list[tuple[str, str]]:
         order = ", ".join(self.step.order[:ORDER_SHOWN]) + (", ..." if len(self.step.order) > ORDER_SHOWN else "")
+        host_budget = self.step.host_bytes
+        host = (
+            "" if host_budget is None else f"{format_bytes(self.host_peak_bytes)} of {format_bytes(host_budget)} (host_memory)"
+        )
         return [
             ("budget of the step", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
             ("predicted peak", format_bytes(self.peak_bytes)),
@@ -309,13 +313,10 @@ class StepProfile(Shown):
             ("baseline", f"{format_bytes(self.baseline_peak_bytes)}, without recomputation"),
             ("minimum peak found", format_bytes(self.minimum_peak_bytes)),
             ("added", f"{format_seconds(self.added_seconds)} estimated"),
-            *([("host peak", self._host_text())] if self.step.host_bytes is not None else ()),
+            *([("host peak", host)] if host else ()),
             ("order", order),
             *([("plans", ENDED_BY_CLOCK)] if self.step.ended_by_clock else ()),
         ]
-
-    def _host_text(self) -> str:
-        return f"{format_bytes(self.host_peak_bytes)} of {format_bytes(self.step.host_bytes or 0)} (host_memory)"
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
-from autoremat.basics.display import PlainTable, Shown, plain_table
+from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.constraints.constraints import Constraints
@@ -74,7 +74,7 @@ class Pareto(Shown, list[Point]):
         """Returns the printed table, sorted by peak, and a note on its figures."""
         lowered = any(point.code_peak_bytes is not None for point in self)
         columns = ("peak", *(("peak of the code",) if lowered else ()), "added", "of the step", "family", "budget or policy")
-        table = plain_table("time against memory", columns, numbers=4 if lowered else 3)
+        table = PlainTable("time against memory", columns, numbers=4 if lowered else 3)
         for point in self.by_peak():
             code = "" if point.code_peak_bytes is None else format_bytes(point.code_peak_bytes)
             added = format_seconds(point.added_seconds)

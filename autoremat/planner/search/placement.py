@@ -78,7 +78,7 @@ def place(grouped: GroupedPlan, budget: int, host_bytes: int | None = None, most
 
 
 def stays_within(
-    grouped: GroupedPlan, num_freeing: int, goal: int, host: float, loads: dict[int, int], most_stall: float = math.inf
+    grouped: GroupedPlan, num_freeing: int, goal: int, host: float, loads: dict[int, int], most_stall: float
 ) -> tuple[Stay, ...] | None:
     """Returns stays for a peak of about ``goal`` bytes, or None if there are none that stall for less than ``most_stall``.
 
