@@ -33,17 +33,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoremat.options.options import Options
-from autoremat.planner.cost.durations import durations
+from autoremat.planner.cost import durations
+from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.cost.host_link import LATENCY_SECONDS, PLANNED_SHARE, HostLink, host_form
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
 from autoremat.planner.search.placement import place
@@ -201,8 +205,8 @@ def main() -> None:
     arguments = parser.parse_args()
     stored = arguments.output / "offload.json"
     rows = [Row(**fields) for fields in json.loads(stored.read_text())] if stored.exists() else []
-    # The option of durations is a default, so that the plans themselves see the other seconds, too.
-    with mock.patch.dict(durations.__kwdefaults__, fused=not arguments.unfused):
+    of_kernels = unfused if arguments.unfused else durations._of_kernels
+    with mock.patch.object(durations, "_of_kernels", of_kernels):  # the plans themselves see the other seconds, too
         for name in arguments.only:
             build, budgets = MODELS[name]
             rows, graph = [row for row in rows if row.model != name], captured(build)
@@ -210,6 +214,20 @@ def main() -> None:
                 rows.append(row)
                 rows.sort(key=lambda row: list(MODELS).index(row.model))
                 write(rows, row, arguments.output)
+
+
+def unfused(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
+    """Returns the seconds of each execution of an op alone, of recomputation, and of the traffic of saved values."""
+    seconds = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
+    traffic, first = traffic_of(graph), dict[int, int]()
+    for position, index in enumerate(schedule.sequence):
+        if first.setdefault(index, position) != position and index < graph.num_forward:
+            seconds[position] = traffic.recompute_seconds[index]
+    for value in schedule.saved(graph):
+        producer = graph.values[value].producer
+        assert producer is not None, "inputs are not saved"
+        seconds[first[producer]] += traffic.saving_seconds[value]
+    return seconds
 
 
 def captured(build: Callable[[], Step]) -> Graph:
