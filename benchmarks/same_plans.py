@@ -2,6 +2,7 @@
 
     python benchmarks/same_plans.py                            # ten plans of each of six models
     python benchmarks/same_plans.py --only gpt2                # plans this again; rows of other models stay
+    python benchmarks/same_plans.py --at-once 2                # two processes plan at a time
 
 Each plan is `autoremat.explain` in a process of its own, with its own seed of hashes, for an H100 by name, at 40 % of the
 reference peak. The first half runs alone, the second half beside busy processes. The Llama has 80 layers, so that the work of
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ def main() -> None:
         "--plans", type=int, default=10, help="number of plans of each model, half of them beside busy processes"
     )
     parser.add_argument("--busy", type=int, default=3, help="number of busy processes beside the second half")
+    parser.add_argument("--at-once", type=int, default=1, help="number of processes that plan at the same time")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--alone", choices=MODELS, help="plans this model in this process and prints the outcome as JSON")
     arguments = parser.parse_args()
@@ -56,9 +59,10 @@ def main() -> None:
     stored = arguments.output / "same_plans.json"
     rows = {row["model"]: row for row in json.loads(stored.read_text())["rows"]} if stored.exists() else {}
     for name in arguments.only:
-        alone = [in_a_process(name) for _ in range((arguments.plans + 1) // 2)]
-        with busy_processes(arguments.busy):
-            busy = [in_a_process(name) for _ in range(arguments.plans // 2)]
+        with ThreadPoolExecutor(arguments.at_once) as planning:
+            alone = list(planning.map(in_a_process, [name] * ((arguments.plans + 1) // 2)))
+            with busy_processes(arguments.busy):
+                busy = list(planning.map(in_a_process, [name] * (arguments.plans // 2)))
         rows[name] = {"model": name, "busy processes": arguments.busy, "alone": alone, "busy": busy}
         write([rows[model] for model in MODELS if model in rows], arguments.output)
 
