@@ -30,6 +30,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoremat.measure.signatures import node_of_call
 from autoremat.ops import op_traits
 from autoremat.planner.graph.op import Trait
 from autoremat.torch_private import allocator
@@ -112,16 +113,7 @@ def node_of(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
     if not tensors(result) or any(t.layout is not torch.strided for t in pytree.tree_leaves((args, kwargs)) if
                                   isinstance(t, torch.Tensor)):  # fmt: skip
         return None
-    graph = fx.Graph()
-
-    def held(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        node = graph.placeholder("x")
-        node.meta["val"] = value
-        return node
-
-    node = graph.call_function(func, *pytree.tree_map(held, (args, kwargs)))
+    node = node_of_call(func, args, kwargs)
     node.meta["val"] = result
     traits = op_traits.traits_of(node)
     return None if op_traits.is_view(node) or traits & (Trait.EFFECTFUL | Trait.OPAQUE) else node

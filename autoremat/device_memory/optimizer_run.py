@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch.optim import Optimizer
 
 from autoremat.basics.errors import OptimizerUnpredictable
+from autoremat.measure.signatures import node_of_call
 from autoremat.ops.op_table import facts_of
 from autoremat.planner.multigraph.device_budget import OptimizerMemory
 from autoremat.torch_private.fake_optimizers import FakeCopies, as_in_training, fake_copy, step_of
@@ -87,19 +87,10 @@ def _workspace_of_product(runs_on: str, op: Any, args: Sequence[Any], named: Map
     """Returns the bytes of the workspace of a matrix product, as Muon's steps have them; 0 for other ops, or if unknown."""
     if not facts_of(getattr(op, "overloadpacket", op)).is_product:
         return 0
-    graph = fx.Graph()
-
-    def held(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        node = graph.placeholder("operand")
-        node.meta["val"] = value
-        return node
-
-    node = graph.call_function(op, *torch.utils._pytree.tree_map(held, (tuple(args), dict(named))))
+    node = node_of_call(op, args, named)
     found = workspace_bytes(node, tuple(args), dict(named), result, runs_on)
-    for node in graph.nodes:
-        node.meta.clear()  # a graph is a cycle, which would keep the operands
+    for one in node.graph.nodes:
+        one.meta.clear()  # a graph is a cycle, which would keep the operands
     return found or 0
 
 

@@ -52,6 +52,20 @@ def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(args), dict(kwargs)
 
 
+def node_of_call(op: Any, args: Any, kwargs: Any) -> fx.Node:
+    """Returns a node that calls ``op``, in a graph of its own whose inputs hold the tensors among the arguments."""
+    graph = fx.Graph()
+
+    def held(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("operand")
+        node.meta["val"] = value
+        return node
+
+    return graph.call_function(op, *torch.utils._pytree.tree_map(held, (tuple(args), dict(kwargs))))
+
+
 def signature(node: fx.Node) -> str:
     """Returns text that is equal for equal calls: op, shapes, strides, types, other arguments."""
     args, kwargs = arguments(node)

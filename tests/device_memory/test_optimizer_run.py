@@ -43,7 +43,6 @@ def test_optimizers_of_torch_are_predicted(kind, foreach):
     assert predicted.later_step_bytes >= later  # with the tensors of Python's numbers
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it since 2.9")
 @pytest.mark.parametrize("shape", [(64, 64), (96, 160), (256, 64)])
 def test_workspaces_of_an_optimizers_products_count(shape):
     model = nn.Linear(*shape, bias=False)
