@@ -20,6 +20,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 from emulated_cuda import library  # noqa: E402
 
-STAGES = ("tests", "rates", "launches", "duels", "reserved", "CUDA graphs")
+STAGES = ("tests", "rates", "launches", "offload", "duels", "reserved", "CUDA graphs")
 """In the order of their worth."""
 
 TEST_FILES = ("training/test_cuda.py", "measure/test_peak.py", "training/test_practices.py")
@@ -63,6 +64,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="folder of the rows and tables; default gpu-results")
     parser.add_argument("--wheels", type=Path, default=None, help="folder of wheels of packages that are missing here")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--at-once", type=int, default=1, help="stages that run side by side, after that of the rates")
     parser.add_argument("--units", type=int, default=None, help="at most so many units of each stage")
     parser.add_argument("--again", action="store_true", help="run the units again that failed")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the emulated card; nothing is published")
@@ -78,8 +80,7 @@ def main() -> int:
             return 0 if refusal.startswith("skipped") else 2
         if arguments.again:
             session.rows.forget_errors()
-        for stage in arguments.stages:
-            session.run(stage)
+        session.run_all(arguments.stages, arguments.at_once)
         session.show(arguments.stages)
         return int(session.has_failed(arguments.stages))
 
@@ -154,6 +155,14 @@ class Session:
         print(", ".join(f"{key} {value}" for key, value in found.items()) + f"; results in {self.results}", flush=True)
         return ""
 
+    def run_all(self, stages: Sequence[str], at_once: int) -> None:
+        """Runs stages, some of them side by side: most of their time is compilation. Timed steps run one after the other."""
+        alone = [stage for stage in stages if at_once == 1 or stage == "rates"]
+        for stage in alone:
+            self.run(stage)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(self.run, [stage for stage in stages if stage not in alone]))
+
     def run(self, stage: str) -> None:
         """Runs the remaining units of a stage, in a new process after each that ends in the midst of a unit."""
         while self.rows.remaining(stage) != [] and time.time() < self.until:
@@ -166,7 +175,7 @@ class Session:
                 return
 
     def command(self, stage: str) -> list[str]:
-        script = {"duels": "gpu_duels.py", "rates": "gpu_rates.py"}.get(stage, "gpu_peaks.py")
+        script = {"duels": "gpu_duels.py", "rates": "gpu_rates.py", "offload": "gpu_offload.py"}.get(stage, "gpu_peaks.py")
         arguments = ["--rows", str(self.rows.path), "--until", str(self.until), *(["--rehearse"] if self.rehearsed else [])]
         arguments += [] if self.units is None else ["--units", str(self.units)]
         return self.python(

@@ -131,7 +131,11 @@ KINDS = {
     "GPT-2 medium": Kind(gpt2, "GPT2Block", Size(24, 1024, 16, 8, 1024, 50_257), Size(2, 64, 2, 8, 32, 256)),
     "ViT-L": Kind(vit, "ViTLayer", Size(24, 1024, 16, 64, 224), Size(2, 64, 2, 8, 64), "images"),
     "ResNet-50": Kind(resnet, "ResNetBottleNeckLayer", Size(16, 64, 0, 128, 224), Size(2, 8, 0, 4, 64), "images"),
+    "Llama 8B, 8 layers": Kind(llama, "LlamaDecoderLayer", Size(8, 4096, 32, 1, 8192, 32_000), Size(2, 64, 2, 8, 32, 256)),
 }
+
+DUELISTS = ("GPT-2 medium", "ViT-L", "ResNet-50", "Llama 1B")
+"""The other model is that of `gpu_offload.py`."""
 
 
 @dataclass(frozen=True)
@@ -315,9 +319,9 @@ def duel(name: str, rival: str, rehearsed: bool) -> Line:
 
 def units(rehearsed: bool) -> list[Unit]:
     """Returns the units of all models. A rehearsal has all rivals of one model, and one of each other model."""
-    pairs = [(name, rival) for name in KINDS for rival in RIVALS]
+    pairs = [(name, rival) for name in DUELISTS for rival in RIVALS]
     if rehearsed:
-        first, *_ = KINDS
+        first, *_ = DUELISTS
         pairs = [(name, rival) for name, rival in pairs if name == first or rival == SELECTIVE]
     return [Unit(f"{name} against {rival}", functools.partial(duel, name, rival, rehearsed)) for name, rival in pairs]
 

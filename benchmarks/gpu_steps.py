@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import nn
+
+TURN = FileLock(Path(tempfile.gettempdir()) / "autoremat-gpu-steps.lock")
+"""Held while steps are timed, so that those of other stages wait."""
 
 WARM_STEPS = 3
 """Steps before one is measured. CUDA graphs are recorded in the second."""
@@ -82,18 +88,23 @@ def in_turn(steps: Mapping[str, Step], rounds: int, steps_per_sample: int) -> di
     All take turns, so that a slow moment of the device meets them all.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            step()  # brings caches and clocks into the state that this step leaves
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(steps_per_sample):
-                step()
-            end.record()
-            torch.cuda.synchronize()
-            samples[name].append(begin.elapsed_time(end) / 1e3 / steps_per_sample)
+    with TURN:
+        for _ in range(rounds):
+            for name, step in steps.items():
+                samples[name].append(_seconds_of(step, steps_per_sample))
     return samples
+
+
+def _seconds_of(step: Callable[[], object], steps: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    step()  # brings caches and clocks into the state that this step leaves
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(steps):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / steps
 
 
 def summary_of(samples: list[float]) -> Seconds:

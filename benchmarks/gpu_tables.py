@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import gpu_duels
+import gpu_offload
 import gpu_peaks
 import gpu_rates
 from gpu_rows import Rows
@@ -22,6 +23,8 @@ def main() -> None:
     for mode in gpu_peaks.MODES:
         if found := rows.rows(mode):
             console.print(gpu_peaks.table_of(mode, found), gpu_peaks.verdict(found))
+    if found := rows.rows("offload"):
+        console.print(gpu_offload.table_of(found), gpu_offload.verdict(found))
     if found := rows.rows("duels"):
         console.print(gpu_duels.table_of(found), gpu_duels.verdict(found))
 
