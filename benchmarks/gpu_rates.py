@@ -22,7 +22,7 @@ from gpu_steps import in_turn, summary_of
 from rich.table import Table
 from torch.nn import functional as F
 
-from autoremat.planner.cost import Attention, Device, Product, assumed_host_link, cuda_device, kernel_seconds
+from autoremat.planner.cost import Attention, AttentionKernel, Device, Product, assumed_host_link, cuda_device, kernel_seconds
 
 ROUNDS, LAUNCHES = 7, 20
 """Number of samples, and of launches in a sample. A CUDA graph holds these, so that no launch waits for the host."""
@@ -47,6 +47,21 @@ COPIES = (2**20, 2**26, 2**29)
 
 LINKS, ELEMENTS = (1, 4, 16, 64), (2**20, 2**24, 2**27)
 """Lengths of chains of SiLU, and elements of their input."""
+
+REPEATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "multiply and add": lambda x: x * 0.9 + 0.1,
+    "exp": lambda x: torch.exp(-x),
+    "log": lambda x: torch.log(x.abs() + 1),
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sin": torch.sin,
+    "dropout": lambda x: F.dropout(x, 0.1),
+}
+"""Arithmetic of which a kernel repeats so much that it takes longer than the memory traffic."""
+
+REPEATED_LINKS, REPEATED_ELEMENTS = (16, 64), 2**24
 
 TINY_PRODUCTS, TINY_ATTENTIONS, TINY = ((32, 32, 32),), ((1, 2, 32, 16),), (2**10,)
 """Those of a rehearsal."""
@@ -79,6 +94,7 @@ def products(rehearsed: bool) -> Iterator[Case]:
 
 def attentions(rehearsed: bool, backward: bool) -> Iterator[Case]:
     """Yields fused attention, whole and causal, or its backward: five products instead of two."""
+    kernel = AttentionKernel.CUDNN  # which torch chooses on Hopper and later
     for batch, heads, tokens, width in TINY_ATTENTIONS if rehearsed else ATTENTIONS:
         flops, moved = 4 * batch * heads * tokens**2 * width, 4 * HALF * batch * heads * tokens * width
         for causal in (False, True):
@@ -87,7 +103,7 @@ def attentions(rehearsed: bool, backward: bool) -> Iterator[Case]:
             if backward:
                 out = run()
                 run = functools.partial(torch.autograd.grad, out, operands, torch.ones_like(out), retain_graph=True)
-            shape = Attention(width, tokens, causal, backward)
+            shape = Attention(width, tokens, causal, backward, kernel)
             predicted = kernel_seconds(flops * 5 // 2 if backward else flops, moved * (1 + backward), device(), shape)
             # Autograd runs on the stream of the forward, which no graph can record.
             yield Case(f"{batch} x {heads} x {tokens} x {width}{', causal' * causal}", run, predicted, in_graph=not backward)
@@ -149,6 +165,26 @@ def chains(rehearsed: bool) -> Iterator[Case]:
             yield Case(name, functools.partial(fused, gradient, x, links), predicted)
 
 
+def repeated(gradient: torch.Tensor, x: torch.Tensor, name: str, links: int) -> torch.Tensor:
+    """Returns the gradient times so many repetitions of an op of ``x``."""
+    for _ in range(links):
+        x = REPEATED[name](x)
+    return gradient * x
+
+
+def repetitions(rehearsed: bool) -> Iterator[Case]:
+    """Yields kernels of two lengths for each op. The difference is the time of the arithmetic, which plans hold for nothing."""
+    fused = torch.compile(repeated, dynamic=False)
+    count = TINY[0] if rehearsed else REPEATED_ELEMENTS
+    gradient, x = random(count), random(count)
+    predicted = kernel_seconds(0, 3 * HALF * count, device())
+    for name in list(REPEATED)[: 1 if rehearsed else None]:
+        for links in REPEATED_LINKS[: 1 if rehearsed else None]:
+            # Seeds are drawn by a kernel of their own, on the host's request.
+            run = functools.partial(fused, gradient, x, name, links)
+            yield Case(f"{count} elements, {links} times {name}", run, predicted, in_graph=name != "dropout")
+
+
 KINDS: Mapping[str, Callable[[bool], Iterator[Case]]] = {
     "products": products,
     "attention": functools.partial(attentions, backward=False),
@@ -156,6 +192,7 @@ KINDS: Mapping[str, Callable[[bool], Iterator[Case]]] = {
     "sums": streams,
     "host link": copies,
     "chains": chains,
+    "arithmetic": repetitions,
 }
 
 

@@ -13,7 +13,7 @@ from autoremat.measure.signatures import arguments
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
 from autoremat.ops.work import operand_type
-from autoremat.planner.cost import TF32, Attention, Product, Rate
+from autoremat.planner.cost import TF32, Attention, AttentionKernel, Product, Rate
 from autoremat.torch_private import kernel_settings
 from autoremat.torch_private.symbolic_sizes import size_hint
 
@@ -59,7 +59,8 @@ def _attention(
     named = dict(zip(schema, args, strict=False)) | dict(kwargs)
     causal = bool(named.get("is_causal") or named.get("custom_mask_type"))
     keys = key[1] if name.startswith(TOKENS_FIRST) else key[-2]
-    return Attention(query[-1], keys, causal, backward, older="cudnn" not in name)
+    kernel = AttentionKernel.CUDNN if "cudnn" in name else AttentionKernel.AMPERE
+    return Attention(query[-1], keys, causal, backward, kernel)
 
 
 TOKENS_FIRST = ("_flash_attention", "_efficient_attention")

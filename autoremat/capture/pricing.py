@@ -44,7 +44,8 @@ def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS, others: 
     seconds = (op.seconds for op in captured.graph.ops)
     shown = ", ".join(sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in used.values()}))
     is_disturbed = rates is not None and rates.is_disturbed
-    return captured, Pricing.of(cost_model, zip(seconds, sources, strict=True), is_disturbed, shown)
+    model = ROOFLINE if rates is None else cost_model
+    return captured, Pricing.of(model, zip(seconds, sources, strict=True), is_disturbed, shown)
 
 
 def _with_communication(captured: Capture, links: Links) -> tuple[Capture, dict[int, Interconnect]]:

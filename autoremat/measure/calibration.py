@@ -1,5 +1,7 @@
 """The rates of the present device: measured once, then read from disk.
 
+A card with a data sheet is not measured: kernels of its architecture were, and their shapes tell more than a few typical ops.
+
 Stored rates are specific to device, torch version, number of threads and precision of matrix products. A measurement that shows
 a disturbance by another program is repeated. Rates that were measured on a busy machine serve until a process finds the machine
 idle and measures again. To measure all rates again, delete the folder ``rates`` of the cache.
@@ -99,12 +101,14 @@ _known: dict[str, Rates] = {}
 
 
 def rates_of(device: torch.device) -> Rates | None:
-    """Returns the rates of ``device``, from disk or by measuring them; None if the device is not present.
+    """Returns the rates of ``device``, from disk or by measuring them; None if data sheets take their place.
 
-    A missing device is logged once.
+    They do for a card that has one, and for a device that is not present, which is logged once.
     """
     if not measurable(device):
         _say_unmeasurable(device.type)
+        return None
+    if device.type == "cuda" and datasheet(device_name(device)) is not None:
         return None
     key = device_key(device)
     if key not in _known:

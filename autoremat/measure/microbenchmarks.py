@@ -155,7 +155,8 @@ FUSED: dict[Rate, Callable[[torch.Tensor], torch.Tensor]] = {
     Rate.NORMALISATION: lambda x: torch.softmax(x, -1),
 }
 
-FUSED_ROWS = 4096
+FUSED_ROWS = {"cpu": 4096, "cuda": 2**18}
+"""Rows of compiled arithmetic, so many that it takes longer than a call."""
 
 DENSE: dict[Rate, tuple[tuple[int, ...], Callable[[Place, int], Sized]]] = {
     Rate.MATMUL: ((32, 128, 512, 1024, 4096), matmul),
@@ -188,7 +189,7 @@ def recipes(device: torch.device, compile_: Compile) -> Iterator[Recipe]:
     for rate, (sizes, prepare) in eager.items():
         yield Recipe(rate, sizes, prepare)
     for rate, function in FUSED.items():
-        yield Recipe(rate, (FUSED_ROWS,), fused(function, compile_))
+        yield Recipe(rate, (FUSED_ROWS[device.type],), fused(function, compile_))
     for rate in (rate for rate in DENSE if rate not in first):
         yield Recipe(rate, *DENSE[rate])
     for rate, (sizes, prepare) in DENSE.items():

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat.capture.kernel_shapes import shapes_of
-from autoremat.planner.cost import Attention, Product
+from autoremat.planner.cost import Attention, AttentionKernel, Product
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def test_attention(causal):
         return aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal)[0]
 
     sizes = [(2, 4, 96, 64), (2, 4, 128, 64), (2, 4, 128, 64)]
-    assert shape_of(forward, *sizes) == Attention(64, 128, causal, older=True)
+    assert shape_of(forward, *sizes) == Attention(64, 128, causal, kernel=AttentionKernel.AMPERE)
 
     def on_cpu(query, key, value):
         query.requires_grad_()
@@ -67,4 +67,4 @@ def test_attention(causal):
             aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)[0].sum(), query
         )
 
-    assert shape_of(on_cpu, *[(2, 4, 128, 64)] * 3) == Attention(64, 128, causal, backward=True, older=True)
+    assert shape_of(on_cpu, *[(2, 4, 128, 64)] * 3) == Attention(64, 128, causal, backward=True, kernel=AttentionKernel.AMPERE)

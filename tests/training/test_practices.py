@@ -80,7 +80,7 @@ def test_auto_is_what_the_device_has_free():
     planned(lambda x: model(x).square().mean(), torch.randn(1024, 256, device="cuda"), memory_budget="auto", auto_headroom=0)
     free = free_device_bytes(torch.device("cuda"))
     assert free is not None
-    assert abs(autoremat.reports()[-1].budget_bytes - free) <= 256 * MIB  # other processes allocate too
+    assert abs(autoremat.reports()[-1].budget_bytes - free) <= 1024 * MIB  # other processes allocate too
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

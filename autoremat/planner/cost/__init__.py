@@ -19,6 +19,7 @@ from autoremat.planner.cost.interconnect import assumed_interconnect as assumed_
 from autoremat.planner.cost.interconnect import sent_bytes as sent_bytes
 from autoremat.planner.cost.interconnect import steps_of as steps_of
 from autoremat.planner.cost.kernels import Attention as Attention
+from autoremat.planner.cost.kernels import AttentionKernel as AttentionKernel
 from autoremat.planner.cost.kernels import Product as Product
 from autoremat.planner.cost.kernels import kernel_seconds as kernel_seconds
 from autoremat.planner.cost.rates import BATCH as BATCH

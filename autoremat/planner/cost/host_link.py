@@ -55,10 +55,11 @@ ONE_BOARD = {"GH200": (170.0 * GB, 342.0 * GB), "GB200": (182.0 * GB, 169.0 * GB
 """Rates to the host and from it of devices on one board with their CPU (NVLink-C2C)."""
 
 # Sources: an A100's copies to the host keep 24 of 25 GB/s, those from it 11 to 13 (NVIDIA/nvbandwidth, issues 11 and 53): equal
-# bytes in both directions take 1.5 times as long as in one. A GB300 keeps 172 and 175 of 377 and 359 GB/s, because the host's
+# bytes in both directions take 1.5 times as long as in one. An H100 keeps 0.84 to 0.95 of 55 GB/s
+# (benchmarks/results/gpu_rows.jsonl). A GB300 keeps 172 and 175 of 377 and 359 GB/s, because the host's
 # memory serves both (stas00/ml-engineering, network/README.md); a GH200 about half (NVIDIA/nvbandwidth, issue 41).
-BOTH_WAYS, BOTH_WAYS_ON_ONE_BOARD = 0.66, 0.48
-"""Shares of the rates that remain while both directions copy: on PCI Express, and beside a CPU on one board."""
+BOTH_WAYS, BOTH_WAYS_OF_5, BOTH_WAYS_ON_ONE_BOARD = 0.66, 0.84, 0.48
+"""Shares of the rates that remain while both directions copy: PCI Express, its version 5, and beside a CPU on one board."""
 
 UNIFIED = ("cpu", "mps", "Apple", "GB10", "Thor", "Orin", "Xavier")
 """Words in the names of devices that share the memory of their host."""
@@ -74,8 +75,8 @@ def assumed_host_link(device: str) -> HostLink | None:
     rates = next((rates for board, rates in ONE_BOARD.items() if contains_word(board, device)), None)
     if rates is not None:
         return HostLink(*rates, both_ways=BOTH_WAYS_ON_ONE_BOARD)
-    rates = PCI_EXPRESS.get((datasheet(device) or UNKNOWN_GPU).capability[0], PCI_EXPRESS_5)
-    return HostLink(*rates, both_ways=BOTH_WAYS)
+    rates = PCI_EXPRESS.get((datasheet(device) or UNKNOWN_GPU).capability[0])
+    return HostLink(*PCI_EXPRESS_5, both_ways=BOTH_WAYS_OF_5) if rates is None else HostLink(*rates, both_ways=BOTH_WAYS)
 
 
 def host_form(value_bytes: int, link: HostLink) -> Form:

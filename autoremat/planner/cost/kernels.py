@@ -9,11 +9,12 @@ Attention reaches more of the card's rate with more keys per query.
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
 from autoremat.planner.cost.devices import Device
-from autoremat.planner.cost.efficiencies import ATTENTION_BACKWARD, Efficiencies
+from autoremat.planner.cost.efficiencies import Efficiencies
 from autoremat.planner.cost.roofline import roofline_seconds
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -43,6 +44,14 @@ class Product:
     count: int = 1
 
 
+class AttentionKernel(enum.Enum):
+    """The origin of a kernel of fused attention."""
+
+    NEWEST = "FlashAttention 3 and later"
+    CUDNN = "cuDNN"
+    AMPERE = "written for Ampere"
+
+
 @dataclass(frozen=True)
 class Attention:
     """Fused attention over heads of ``width`` elements, with ``keys`` per query; half of them if it is ``causal``."""
@@ -51,8 +60,7 @@ class Attention:
     keys: int
     causal: bool
     backward: bool = False
-    older: bool = False
-    """True for kernels that were written for Ampere."""
+    kernel: AttentionKernel = AttentionKernel.NEWEST
 
 
 def kernel_seconds(flops: int, bytes_moved: int, device: Device, shapes: tuple[Product, ...] | Attention = ()) -> float:
@@ -94,7 +102,8 @@ def _attention_rate(attention: Attention, device: Device, reached: Efficiencies)
     compiled = next((width for width in HEAD_WIDTHS if width >= attention.width), attention.width)
     keys = attention.keys / 4 if attention.causal else attention.keys  # half, in tiles that are unequally long
     share = reached.attention / reached.product * HEAD_WIDTHS.get(compiled, HEAD_WIDTHS[256])
-    share *= attention.width / compiled * keys / (keys + reached.keys)
-    share *= reached.older_attention if attention.older else 1.0
-    share *= ATTENTION_BACKWARD if attention.backward else 1.0
+    half_at = (reached.cudnn_keys if attention.kernel is AttentionKernel.CUDNN else None) or reached.keys
+    share *= attention.width / compiled * keys / (keys + half_at)
+    share *= reached.older_attention if attention.kernel is AttentionKernel.AMPERE else 1.0
+    share *= reached.attention_backward if attention.backward else 1.0
     return device.flops_per_second * share * (2 if attention.causal else 1)
