@@ -167,14 +167,15 @@ def units(mode: str, rehearsed: bool) -> list[Unit]:
     ]
 
 
-def needed_bytes(row: Line) -> int:
-    """Returns the measured bytes that compare with the replayed peak.
+def to_replayed(row: Line) -> float:
+    """Returns the difference of the measured bytes from the replayed ones, as a share.
 
     They are the allocated ones. With CUDA graphs they are the segments since the compilation, because a step that is replayed
     allocates next to nothing.
     """
-    found: int = row["measured"]["allocated_bytes"] if row["pool_bytes"] is None else row["reserved_since_compilation_bytes"]
-    return found
+    if row["pool_bytes"] is None:
+        return float(row["measured"]["allocated_bytes"] / row["replayed_bytes"] - 1)
+    return float(row["reserved_since_compilation_bytes"] / row["predicted_reserved_bytes"] - 1)
 
 
 def table_of(mode: str, rows: Sequence[Line]) -> Table:
@@ -191,7 +192,7 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
         table.add_row(
             row["model"],
             *map(mebibytes, (row["budget_bytes"], row["planned_bytes"], row["replayed_bytes"])),
-            *(mebibytes(allocated), f"{needed_bytes(row) / row['replayed_bytes'] - 1:+.1%}"),
+            *(mebibytes(allocated), f"{to_replayed(row):+.1%}"),
             *map(mebibytes, (tensors, requested)),
             "" if row["pool_bytes"] is not None else f"{requested / tensors - 1:+.1%}",
             *reserved_cells(row),
@@ -219,7 +220,7 @@ def verdict(rows: Sequence[Line]) -> str:
     """Returns how the predictions compare with the card."""
     counted = "reserved_bytes" if rows[0]["mode"] == "reserved" else "allocated_bytes"
     over = [f"{row['model']} at {row['share']:.0%}" for row in rows if row["measured"][counted] > row["budget_bytes"]]
-    errors = sorted(needed_bytes(row) / row["replayed_bytes"] - 1 for row in rows)
+    errors = sorted(map(to_replayed, rows))
     needed = "allocated" if rows[0]["pool_bytes"] is None else "segments since compilation"
     return (
         f"{len(rows)} rows; {len(over)} over their budget{': ' * bool(over)}{', '.join(over)}; {needed} against replayed from "
