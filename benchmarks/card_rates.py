@@ -20,14 +20,19 @@ from pathlib import Path
 
 from autoremat.planner.cost import (
     Attention,
+    AttentionKernel,
     Device,
     Pattern,
     Product,
+    Rate,
+    Task,
+    Work,
     assumed_host_link,
     assumed_interconnect,
     cuda_device,
     datasheet,
     kernel_seconds,
+    seconds_of_arithmetic,
     sent_bytes,
     steps_of,
 )
@@ -40,6 +45,8 @@ FITTED = {
     "products_float8": {"H100", "B200", "L40S", "RTX PRO 6000"},
     "products_by_type": {"RTX 4090", "RTX PRO 6000", "H200 NVL"},
     "attention": {"A100", "H100", "B200", "B300", "L40S", "RTX PRO 6000"},
+    "attention_cudnn": {"H100"},
+    "arithmetic": {"H100"},
     "collectives": {"A100", "H100", "B200", "RTX PRO 6000"},
     "streams": {"A100", "H100", "A40"},
 }
@@ -138,6 +145,25 @@ def attention(row: Row) -> Predictions:
     return "attention, causal" if causal else "attention", before(row["card"], flops, moved), now
 
 
+def attention_by_cudnn(row: Row) -> Predictions:
+    batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
+    backward, causal = row["backward"] == "1", row["causal"] == "1"
+    flops, moved = 4 * batch * heads * tokens**2 * width, 4 * HALF * batch * heads * tokens * width
+    flops, moved = (flops * 5 // 2, 2 * moved) if backward else (flops, moved)
+    shape = Attention(width, tokens, causal, backward, AttentionKernel.CUDNN)
+    kind = "attention by cuDNN" + ", backward" * backward
+    return kind, before(row["card"], flops, moved), kernel_seconds(flops, moved, card_of(row), shape)
+
+
+def arithmetic(row: Row) -> Predictions:
+    """Predicts a fused kernel that repeats an op, reads two tensors and writes one."""
+    moved, times = 3 * HALF * int(row["elements"]), int(row["times"])
+    traffic = kernel_seconds(0, moved, card_of(row))
+    work = Work((Task(Rate(row["rate"]), int(row["elements"]), count=times),))
+    kind = "fused arithmetic, " + ("at most 4 ops" if times <= 4 else "more")
+    return kind, before(row["card"], 0, moved), max(traffic, seconds_of_arithmetic(work, card_of(row)))
+
+
 def collective(row: Row) -> Predictions:
     ranks, pattern = int(row["ranks"]), Pattern.REDUCE if row["collective"] == "all_reduce" else Pattern.GATHER
     sent = sent_bytes(pattern, int(row["bytes"]), ranks)
@@ -155,6 +181,7 @@ def stream(row: Row) -> Predictions:
 
 PREDICTORS: dict[str, Callable[[Row], Predictions]] = {
     "products": product, "products_float8": product_float8, "products_by_type": product_of_type, "attention": attention,
+    "attention_cudnn": attention_by_cudnn, "arithmetic": arithmetic,
     "collectives": collective, "streams": stream,
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Seconds of single kernels on a CUDA device beside those that plans for this device by name assume.
 
 `benchmarks/gpu.py` runs this script. Library kernels and copies are those of `card_rates.py`. The chains have no published
-times: a backward kernel reads the saved result of some pointwise ops, or computes it again from their input. Plans assume that
-both take the time of their memory traffic, which is the same.
+times: a backward kernel reads the saved result of some pointwise ops, or computes it again from their input. It takes the
+time of its memory traffic, which is the same, or that of its arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ from gpu_steps import in_turn, summary_of
 from rich.table import Table
 from torch.nn import functional as F
 
-from autoremat.planner.cost import Attention, AttentionKernel, Device, Product, assumed_host_link, cuda_device, kernel_seconds
+from autoremat.planner.cost import (
+    Attention,
+    AttentionKernel,
+    Device,
+    Product,
+    Rate,
+    Task,
+    Work,
+    assumed_host_link,
+    cuda_device,
+    kernel_seconds,
+    seconds_of_arithmetic,
+)
 
 ROUNDS, LAUNCHES = 7, 20
 """Number of samples, and of launches in a sample. A CUDA graph holds these, so that no launch waits for the host."""
@@ -48,16 +60,16 @@ COPIES = (2**20, 2**26, 2**29)
 LINKS, ELEMENTS = (1, 4, 16, 64), (2**20, 2**24, 2**27)
 """Lengths of chains of SiLU, and elements of their input."""
 
-REPEATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "multiply and add": lambda x: x * 0.9 + 0.1,
-    "exp": lambda x: torch.exp(-x),
-    "log": lambda x: torch.log(x.abs() + 1),
-    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
-    "sin": torch.sin,
-    "dropout": lambda x: F.dropout(x, 0.1),
+REPEATED: dict[str, tuple[Rate, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "multiply and add": (Rate.CHEAP, lambda x: x * 0.9 + 0.1),
+    "exp": (Rate.EXPONENTIAL, lambda x: torch.exp(-x)),
+    "log": (Rate.EXPONENTIAL, lambda x: torch.log(x.abs() + 1)),
+    "rsqrt": (Rate.EXPONENTIAL, lambda x: torch.rsqrt(x.abs() + 1)),
+    "sigmoid": (Rate.EXPONENTIAL, torch.sigmoid),
+    "tanh": (Rate.SPECIAL, torch.tanh),
+    "erf": (Rate.SPECIAL, torch.erf),
+    "sin": (Rate.EXPONENTIAL, torch.sin),
+    "dropout": (Rate.RANDOM, lambda x: F.dropout(x, 0.1)),
 }
 """Arithmetic of which a kernel repeats so much that it takes longer than the memory traffic."""
 
@@ -154,13 +166,19 @@ def with_chain(gradient: torch.Tensor, x: torch.Tensor, links: int) -> torch.Ten
     return gradient * x
 
 
+def predicted_chain(rate: Rate, count: int, links: int) -> float:
+    """Returns the predicted seconds of a kernel that reads two tensors, repeats an op on one and writes one."""
+    work = Work((Task(rate, count, count=links),))
+    return max(kernel_seconds(0, 3 * HALF * count, device()), seconds_of_arithmetic(work, device()))
+
+
 def chains(rehearsed: bool) -> Iterator[Case]:
     """Yields, for each size, one kernel that reads the chain's result and those that compute it again."""
     fused = torch.compile(with_chain, dynamic=False)
     for count in TINY if rehearsed else ELEMENTS:
         gradient, x = random(count), random(count)
-        predicted = kernel_seconds(0, 3 * HALF * count, device())
         for links in (0, *(LINKS[:1] if rehearsed else LINKS)):
+            predicted = predicted_chain(Rate.EXPONENTIAL, count, links)
             name = f"{count} elements, {f'chain of {links} again' if links else 'saved'}"
             yield Case(name, functools.partial(fused, gradient, x, links), predicted)
 
@@ -168,20 +186,20 @@ def chains(rehearsed: bool) -> Iterator[Case]:
 def repeated(gradient: torch.Tensor, x: torch.Tensor, name: str, links: int) -> torch.Tensor:
     """Returns the gradient times so many repetitions of an op of ``x``."""
     for _ in range(links):
-        x = REPEATED[name](x)
+        x = REPEATED[name][1](x)
     return gradient * x
 
 
 def repetitions(rehearsed: bool) -> Iterator[Case]:
-    """Yields kernels of two lengths for each op. The difference is the time of the arithmetic, which plans hold for nothing."""
+    """Yields kernels of two lengths for each op. The difference is the time of the arithmetic."""
     fused = torch.compile(repeated, dynamic=False)
     count = TINY[0] if rehearsed else REPEATED_ELEMENTS
     gradient, x = random(count), random(count)
-    predicted = kernel_seconds(0, 3 * HALF * count, device())
-    for name in list(REPEATED)[: 1 if rehearsed else None]:
+    for name, (rate, _) in list(REPEATED.items())[: 1 if rehearsed else None]:
         for links in REPEATED_LINKS[: 1 if rehearsed else None]:
             # Seeds are drawn by a kernel of their own, on the host's request.
             run = functools.partial(fused, gradient, x, name, links)
+            predicted = predicted_chain(rate, count, links)
             yield Case(f"{count} elements, {links} times {name}", run, predicted, in_graph=name != "dropout")
 
 

@@ -27,7 +27,16 @@ from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.reductions import ends_pass
 from autoremat.ops.tensors import tensor_bytes
-from autoremat.planner.cost import Device, cpu_device, cuda_device, kernel_seconds, roofline_seconds, saving_seconds_per_byte
+from autoremat.ops.work import arithmetic_of
+from autoremat.planner.cost import (
+    Device,
+    cpu_device,
+    cuda_device,
+    kernel_seconds,
+    roofline_seconds,
+    saving_seconds_per_byte,
+    seconds_of_arithmetic,
+)
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
 from autoremat.torch_private import compilers, joint_graphs
@@ -168,15 +177,23 @@ def _op(
         seconds = kernel_seconds(cost.flops, moved, device, shapes_of(node))
     else:
         seconds = roofline_seconds(cost.flops, moved, device)
-    streams = builder.fuses and op_traits.stays_in_kernel(node)
+    traffic = 0.0
+    if builder.fuses and op_traits.stays_in_kernel(node):
+        seconds, traffic = _with_arithmetic(node, seconds, device)
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
         cost.moved_bytes, cost.workspace_bytes, op_traits.kind_of(node, runs_on), traits, _order_of(node), module,
         source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
-        op_traits.inlining_of(node, runs_on), (1 - call_cost.ARITHMETIC_SHARE) * seconds if streams else 0.0,
+        op_traits.inlining_of(node, runs_on), traffic,
         ends_pass(node, device.multiprocessors), op_traits.demanded(node),
     )  # fmt: skip
+
+
+def _with_arithmetic(node: fx.Node, traffic: float, device: Device) -> tuple[float, float]:
+    """Returns the seconds of a fused op as a kernel of its own, and the part of them that is memory traffic."""
+    arithmetic = seconds_of_arithmetic(arithmetic_of(node), device)
+    return (traffic + arithmetic, traffic) if arithmetic else (traffic, (1 - call_cost.ARITHMETIC_SHARE) * traffic)
 
 
 def _order_of(node: fx.Node) -> Constraint:

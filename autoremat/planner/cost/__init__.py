@@ -22,6 +22,7 @@ from autoremat.planner.cost.kernels import Attention as Attention
 from autoremat.planner.cost.kernels import AttentionKernel as AttentionKernel
 from autoremat.planner.cost.kernels import Product as Product
 from autoremat.planner.cost.kernels import kernel_seconds as kernel_seconds
+from autoremat.planner.cost.kernels import seconds_of_arithmetic as seconds_of_arithmetic
 from autoremat.planner.cost.rates import BATCH as BATCH
 from autoremat.planner.cost.rates import Curve as Curve
 from autoremat.planner.cost.rates import Rate as Rate

@@ -34,6 +34,8 @@ class Device:
     """What kernels reach of a card by name. None where large kernels' rates are all that is known."""
     flops_by_type: Mapping[str, float] = field(default_factory=dict, hash=False)
     """FLOP/s of matrix products by the element type of their operands, where the rates differ."""
+    specials_per_second: float = 0.0
+    """Results of the units for exponentials, reciprocals and the like; 0 if unknown."""
 
     def of_type(self, dtype: str) -> Device:
         """Returns the device with the rate of matrix products of ``dtype``: a name of torch's, or :data:`TF32`."""
@@ -121,6 +123,13 @@ TF32 = "tf32"
 """The type of float32 operands that may be rounded."""
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+SPECIAL_UNITS = 16
+"""Units of a multiprocessor for exponentials and the like since Volta (CUDA C++ Programming Guide, arithmetic instructions).
+AMD's compute units have as many."""
+
+FEW_LANES, LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}, 128
+"""Multiplications and additions of float32 that a multiprocessor does in a clock cycle, by capability, and elsewhere."""
+
 FIRST_BFLOAT16, FIRST_FLOAT8 = (8, 0), (8, 9)
 """The capabilities from which tensor cores multiply these types. Their float8 rate is twice the 16-bit rate."""
 
@@ -187,8 +196,14 @@ def cuda_device(name: str) -> Device:
         by_type |= dict.fromkeys(FLOAT8_TYPES, 2 * half * reached.float8)
     return Device(
         name, single, sheet.bandwidth * reached.stream, allocation_bytes=512, multiprocessors=sheet.multiprocessors,
-        efficiencies=reached, flops_by_type=by_type,
+        efficiencies=reached, flops_by_type=by_type, specials_per_second=_specials_per_second(sheet),
     )  # fmt: skip
+
+
+def _specials_per_second(sheet: Datasheet) -> float:
+    """Returns the results of all special function units in a second. The clock follows from the float32 rate."""
+    lanes = FEW_LANES.get(sheet.capability, LANES)
+    return SPECIAL_UNITS * sheet.single_flops / (2 * lanes)
 
 
 def efficiencies(name: str) -> Efficiencies:

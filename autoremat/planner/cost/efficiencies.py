@@ -14,14 +14,17 @@ A card without measurements has those of its architecture. Sources, held against
     3.89 of triads (BabelStream). All else is that of a middling card: no kernel times by shape are published.
 - Float32 and 8-bit products: xzwgit/gpu-flops-bench at 5ae32ae and dd51f99 (MIT), and aiconfigurator's vLLM tables.
 - The backward of attention: FlashAttention 4 on a B200 reaches 0.80 to 0.88 of the forward's rate (Dao-AILab/flash-attention,
-    issue 2280); cuDNN on an H100 0.91 to 0.95 (`benchmarks/results/gpu_rows.jsonl`).
-- cuDNN's attention on Hopper: the same rows, by torch 2.11. With a causal mask and few keys it is faster than FlashAttention 3
-    in SGLang's tables.
+    issue 2280).
+- cuDNN's attention on Hopper: torch 2.11 on an H100 (`benchmarks/results/gpu_rows.jsonl`). With a causal mask and few keys it
+    is faster than FlashAttention 3 in SGLang's tables.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+ATTENTION_BACKWARD = 0.8
+"""The rate of attention's backward as a share of the forward's."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,6 @@ class Efficiencies:
     """What attention kernels that were written for Ampere reach of that."""
     cudnn_keys: float | None = None
     """What ``keys`` is for cuDNN's attention; None if it is the same."""
-    attention_backward: float = 0.8
-    """The rate of attention's backward as a share of the forward's."""
     single: float = 0.78
     """Share of the FLOPs of float32 without TF32, which runs beside the tensor cores."""
     float8: float = 0.85
@@ -61,7 +62,7 @@ MIDDLING = Efficiencies(3.0e-6, 0.80, 0.05, 0.72, 0.90, 0.62, 350)
 
 AMPERE = Efficiencies(3.9e-6, 0.84, 0.10, 0.66, 0.90, 0.69, 320, single=0.84)
 ADA = Efficiencies(1.7e-6, 0.80, 0.01, 0.79, 0.90, 0.77, 480, single=0.67)
-HOPPER = Efficiencies(3.0e-6, 0.79, 0.01, 0.81, 0.95, 0.66, 460, older_attention=0.6, cudnn_keys=150, attention_backward=0.92)
+HOPPER = Efficiencies(3.0e-6, 0.79, 0.01, 0.81, 0.95, 0.66, 460, older_attention=0.6, cudnn_keys=150)
 BLACKWELL = Efficiencies(2.6e-6, 0.70, 0.02, 0.66, 0.90, 0.55, 350, older_attention=0.6)
 BLACKWELL_ULTRA = Efficiencies(2.6e-6, 0.70, 0.02, 0.66, 0.90, 0.75, 540, older_attention=0.6)
 BLACKWELL_WORKSTATION = Efficiencies(2.0e-6, 0.83, 0.13, 0.73, 0.90, 0.60, 250, single=0.72, float8=1.0)

@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass
 
 from autoremat.planner.cost.devices import Device
-from autoremat.planner.cost.efficiencies import Efficiencies
+from autoremat.planner.cost.efficiencies import ATTENTION_BACKWARD, Efficiencies
+from autoremat.planner.cost.rates import Rate, Work
 from autoremat.planner.cost.roofline import roofline_seconds
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -80,6 +81,20 @@ def kernel_seconds(flops: int, bytes_moved: int, device: Device, shapes: tuple[P
     return len(shapes) * reached.product_seconds + max(waves, traffic * reached.stream / reached.operands)
 
 
+SPECIALS = {
+    Rate.CHEAP: 0.1, Rate.EXPONENTIAL: 2.2, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4, Rate.REDUCTION: 0.1, Rate.NORMALISATION: 2.2,
+}  # fmt: skip
+"""Time of an element's arithmetic, as a multiple of that of one result of the special function units. Measured on an H100
+(`benchmarks/gpu_rates.py`): a multiplication and an addition 0.1, exp 1.4, sigmoid 2.0, tanh 2.2, log 3.8, erf 4.1, a random
+number by Philox 13.4."""
+
+
+def seconds_of_arithmetic(work: Work, device: Device) -> float:
+    """Returns the seconds of a fused op's arithmetic, without memory traffic; 0 if the rate of the units is unknown."""
+    specials = sum(SPECIALS.get(task.rate, 0.0) * task.amount * task.count for task in work.tasks)
+    return specials / device.specials_per_second if device.specials_per_second else 0.0
+
+
 def _seconds_of_waves(product: Product, device: Device, reached: Efficiencies) -> float:
     """Returns the seconds of the arithmetic of ``product``, with the best tiles."""
     of_one = device.flops_per_second / device.multiprocessors
@@ -105,5 +120,5 @@ def _attention_rate(attention: Attention, device: Device, reached: Efficiencies)
     half_at = (reached.cudnn_keys if attention.kernel is AttentionKernel.CUDNN else None) or reached.keys
     share *= attention.width / compiled * keys / (keys + half_at)
     share *= reached.older_attention if attention.kernel is AttentionKernel.AMPERE else 1.0
-    share *= reached.attention_backward if attention.backward else 1.0
+    share *= ATTENTION_BACKWARD if attention.backward else 1.0
     return device.flops_per_second * share * (2 if attention.causal else 1)
