@@ -152,8 +152,9 @@ class JointSearch:
                 below = found.cost_seconds
 
     def _best(self, budget: int) -> Candidate | None:
-        """Returns the cheapest plan with stays within ``budget``."""
-        fitting = (candidate for candidate in self.found if candidate.plan.peak_bytes <= budget)
+        """Returns the cheapest plan within ``budget``, with or without stays."""
+        known = (*self.found, *self.search.made_for_budgets, *self.unfilled)
+        fitting = (candidate for candidate in known if candidate.plan.peak_bytes <= budget)
         return min(fitting, key=lambda candidate: candidate.plan.cost_seconds, default=None)
 
     def _fill(self, budget: int) -> None:
