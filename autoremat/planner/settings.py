@@ -173,6 +173,12 @@ class JointSearchSettings:
     """Forward ops times the trials of ruin and recreate without an improvement."""
     trial_limits: tuple[int, int] = (20, 100)
     """Minimum and maximum number of these trials."""
+    mended_plans: int = 3
+    """Number of plans whose saved sets are mended: the cheapest that no stays bring down."""
+    mending_rounds: int = 6
+    """Most values that are dropped from such a saved set."""
+    mending_values: int = 4
+    """Number of values of which the best one is dropped."""
     least_peak_plans: int = 8
     """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
     least_peak_descents: int = 4

@@ -86,13 +86,27 @@ class GroupedPlan:
     @cached_property
     def least_bytes(self) -> int:
         """Lower bound on the peak of this schedule with any stays."""
+        return int(self._least_bytes_at.max(initial=0))
+
+    @cached_property
+    def _least_bytes_at(self) -> Numbers:
+        """For each group, its bytes while all values are away that could be."""
         change = np.zeros(len(self.begins) + 1, dtype=np.int64)
         best = {one.value: one for one in sorted(self.storables, key=lambda one: one.relief)}
         others = (self.graph.in_flight - 1) * sum(one.relief for one in best.values())
         for one in best.values():
             change[one.free + 1] -= one.relief
             change[one.need] += one.relief
-        return int((self.bytes + np.cumsum(change)[:-1]).max(initial=0)) - others
+        found: Numbers = self.bytes + np.cumsum(change)[:-1] - others
+        return found
+
+    def binding(self) -> list[int]:
+        """Returns the saved values that are live where no stays free enough: at :attr:`least_bytes`. The largest come first."""
+        group = int(self._least_bytes_at.argmax())
+        first, last = self.begins[group], self.ends[group]
+        away = {one.value for one in self.storables if one.free < group < one.need}
+        live = {r.value: r.bytes for r in self.plan.timeline.live_ranges.of_values() if r.start <= last and r.end >= first}
+        return sorted((self.plan.saved & live.keys()) - away, key=lambda value: (-live[value], value))
 
     @cached_property
     def store_rate(self) -> float:

@@ -6,7 +6,8 @@ and :mod:`.placement` brings each of them down to it:
 
 1. the candidates of the search, and those filled to larger budgets, within what the link carries beyond the budget;
 2. saved sets of a linear program that knows when the link is free (:mod:`.joint_program`);
-3. ruin and recreate from the cheapest of these plans.
+3. saved sets of those plans that no stays bring down, without the values that are in the way;
+4. ruin and recreate from the cheapest of all plans.
 
 A plan is left out if its recomputation alone costs more than the best plan, if no stays bring it within the budget, or if the
 link is too slow to do so at less than the best plan's cost.
@@ -51,6 +52,8 @@ class JointSearch:
         self.bounds, self.host_bytes = bounds, host_bytes
         self.found: list[Candidate] = []
         """Plans with stays, made for all budgets so far."""
+        self._unfit: list[Candidate] = []
+        """Plans that no stays bring down to the present budget, although they cost less than those that fit."""
         self._bounds: dict[int, float] = {}
         self._grouped: dict[int, GroupedPlan] = {}
         """By the identity of a candidate's plan."""
@@ -90,7 +93,10 @@ class JointSearch:
         """
         if self.smallest is not None and self.smallest.plan.peak_bytes <= budget:
             self.found.append(self.smallest)
-        sources = (self._from_candidates, self._from_larger_budgets, self._from_programs, self._by_recreation)
+        self._unfit = []
+        sources = (
+            self._from_candidates, self._from_larger_budgets, self._from_programs, self._by_mending, self._by_recreation,
+        )  # fmt: skip
         for source in sources if thorough else sources[:1]:
             best = self.search.best(budget)
             if self._has_passed() or self._is_good(budget) or (best is not None and suffices(best)):
@@ -150,6 +156,8 @@ class JointSearch:
             if found is not None:
                 self.found.append(Candidate(found, candidate.segmentation))
                 below = found.cost_seconds
+            else:
+                self._unfit.append(candidate)
 
     def _best(self, budget: int) -> Candidate | None:
         """Returns the cheapest plan within ``budget``, with or without stays."""
@@ -244,6 +252,41 @@ class JointSearch:
             if (position < border) == (index < self.graph.num_forward):
                 seconds[index] = grouped.seconds[position]
         return seconds
+
+    def _by_mending(self, budget: int) -> None:
+        """Mends the cheapest plans that are too large where their values are in use, and brings them down."""
+        below, possible = self._best_cost(budget), dict[tuple[int, ...], tuple[float, int, Candidate]]()
+        for number, candidate in enumerate(self._unfit):
+            grouped = self.grouped(candidate.plan)
+            least = candidate.plan.cost_seconds + grouped.least_stall(budget)
+            if grouped.least_bytes > budget and least < below:
+                possible.setdefault(candidate.plan.saved, (least, number, candidate))
+        for *_, candidate in sorted(possible.values())[: settings.mended_plans]:
+            mended = self._mended(candidate, budget)
+            if mended is not None:
+                self._add([mended], budget)
+
+    def _mended(self, candidate: Candidate, budget: int) -> Candidate | None:
+        """Returns ``candidate`` without the saved values that keep its peak above ``budget`` under any stays; None if others
+        do. It may have the segmentation of the cheapest plan that fits.
+        """
+        fitting = self._best(budget)
+        segmentations = [candidate.segmentation, *([] if fitting is None else [fitting.segmentation])]
+        for _ in range(settings.mending_rounds):
+            grouped = self.grouped(candidate.plan)
+            if grouped.least_bytes <= budget:
+                return candidate
+            saved, options = frozenset(candidate.plan.saved), list[tuple[int, float, int, Candidate]]()
+            for value in grouped.binding()[: settings.mending_values]:
+                fewer = admissible(self.graph, saved - {value})
+                for one in segmentations if fewer != saved else ():
+                    tried = Candidate(self.search.plan(fewer, one, "mended"), one)
+                    excess = max(0, self.grouped(tried.plan).least_bytes - budget)
+                    options.append((excess, tried.plan.cost_seconds, len(options), tried))
+            if not options or self._has_passed():
+                return None
+            *_, candidate = min(options)
+        return None
 
     def _by_recreation(self, budget: int) -> None:
         """Improves the cheapest plan by trials that each save some values more and others no longer."""

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 
+import models
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from oracles import subsets
 from strategies import GraphBuilder, close_under_need, graphs, saved_sets, stays_of, with_forms
 
 from autoremat.basics.errors import OptionsError
+from autoremat.options.options import Options
 from autoremat.planner.api import plan as plan_of
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.stalls import stalls_of
@@ -31,6 +33,8 @@ from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.tools.explain import previews
+from autoremat.torch_private import compilers
 
 GAP = 0.02
 """Largest gap to the optimum of small graphs that the search may leave, as a share of the step."""
@@ -371,3 +375,25 @@ def test_solvers_that_know_no_stays_refuse_forms_or_leave_them():
     assert not plan_of(graph, 0.9, solver="min_cut").schedule.stays
     single = on_host(Graph.from_dag([1.0] * 8, [1] * 8, [(i, i + 1) for i in range(7)] + [(0, 7), (1, 6)]), 1e3)
     assert not plan_of(single, 0.8, time_limit=1.0).schedule.stays
+
+
+# -- tight budgets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_saved_values_that_are_in_the_way_of_stays_are_dropped(monkeypatch):
+    """Slightly above the least peak of recomputation. Without that, nothing that the link could carry fits."""
+    module, inputs = models.build("llama", layers=4)
+    options = Options.parse({"progress": False, "cost_model": "roofline"}, None, compilers.inductor_config_names)
+    (graph,), _ = previews(module, inputs, {}, options, "H100", lambda preview: preview.priced.graph)
+    alone = Planner(graph)
+    fastest = min(alone.search.unfilled, key=lambda plan: plan.cost_seconds)
+    forward = sum(op.seconds for op in graph.ops[: graph.num_forward])
+    linked = on_host(graph, 0.75 * fastest.peak_bytes / forward)
+    added = []
+    for plans in (0, joint_search.settings.mended_plans):
+        monkeypatch.setattr(joint_search, "settings", dataclasses.replace(joint_search.settings, mended_plans=plans))
+        planner = Planner(linked)
+        found = [planner.find(int(share * alone.smallest.peak_bytes)).plan for share in (1.0, 1.03, 1.06)]
+        added.append(sum(plan.cost_seconds - fastest.cost_seconds for plan in found))
+    assert added[1] < 0.5 * added[0]

@@ -116,6 +116,23 @@ def test_no_stays_help_where_the_peak_holds_nothing_to_store():
     assert place(grouped, 29) is None
 
 
+def test_what_binds_the_least_bytes_is_saved_and_in_use():
+    """A value of 30 bytes is read twice in the backward, and an op between needs 50 bytes. Only the small value can be away."""
+    build = GraphBuilder()
+    large = build.op([build.source(0)], 30)
+    small = build.op([large], 10)
+    for value, size in ((large, 30), (small, 10)):
+        build.values[value] = dataclasses.replace(build.values[value], forms=(on_host(1.0, size),))
+    loss, tangent = build.op([small], 0), build.source(0, Role.TANGENT)
+    first = build.op([large, tangent], 1, forward=False)
+    between = build.op([first], 1, forward=False, workspace_bytes=50)
+    last = build.op([large, small, between], 1, forward=False)
+    graph = build.graph(forward_outputs=(loss,), backward_outputs=(last,))
+    grouped = GroupedPlan(Plan.of(graph, build_schedule(graph, frozenset({large, small}))))
+    assert grouped.binding() == [large]
+    assert grouped.least_bytes == 30 + 1 + 1 + 50
+
+
 def test_transfers_divide_no_fused_kernel():
     build = GraphBuilder()
     x = build.op([build.source(0)], 10, kind=Kind.EXTERN)
