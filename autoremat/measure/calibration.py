@@ -26,6 +26,7 @@ from autoremat.basics.progress import Tally, now
 from autoremat.measure.microbenchmarks import FUSED, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.measure.timer import Timer, measurable, stopwatch_for, undisturbed
 from autoremat.planner.cost import (
+    ELEMENT_BYTES,
     SLOWEST,
     TF32,
     Curve,
@@ -205,9 +206,12 @@ def _curves(
     recipes: Mapping[str, Recipe], found: Mapping[str, Points], overheads: Mapping[str, float], device: torch.device
 ) -> tuple[dict[str, Curve], set[str]]:
     """Returns the curves through measured points without the overhead of a call, and the names with implausible points."""
-    curves, implausible = {}, set()
-    for name, whole in found.items():
+    curves, implausible = dict[str, Curve](), set[str]()
+    for name, whole in sorted(found.items(), key=lambda pair: pair[0] != curve_name(Rate.STREAM)):
         overhead = overheads["call" if recipes[name].rate in FUSED else "launch"]
+        if recipes[name].rate in FUSED and device.type == "cuda":
+            # What a CPU's cache holds, a card moves: arithmetic is what remains.
+            overhead += max(curves[curve_name(Rate.STREAM)].seconds(ELEMENT_BYTES * amount) for amount in whole)
         points = {amount: max(seconds - overhead, LEAST_SHARE * seconds) for amount, seconds in whole.items()}
         plausible = _plausible(recipes[name], points, device)
         if points:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -397,3 +398,27 @@ def test_ops_run_by_themselves_on_tensors_of_their_own_shapes(function, inputs):
     result, traced = node.target(*args, **kwargs), node.meta["val"]
     pairs = zip(result, traced, strict=True) if isinstance(result, tuple) else [(result, traced)]
     assert all((made.shape, made.stride(), made.dtype) == (fake.shape, fake.stride(), fake.dtype) for made, fake in pairs)
+
+
+@pytest.mark.parametrize(("name", "measures"), [("NVIDIA H100 80GB HBM3", False), ("Abacus 3000", True)])
+def test_a_card_is_measured_only_if_it_has_no_data_sheet(name, measures, monkeypatch):
+    measured = mock.Mock(return_value=some_rates())
+    monkeypatch.setattr(calibration, "measurable", lambda device: True)
+    monkeypatch.setattr(calibration, "device_name", lambda device: name)
+    monkeypatch.setattr(calibration, "_measured", measured)
+    monkeypatch.setattr(calibration, "_stored", lambda key: None)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert calibration.rates_of(torch.device("cuda")) == (some_rates() if measures else None)
+    assert measured.called is measures
+
+
+def test_the_arithmetic_of_a_card_has_no_memory_traffic_in_it():
+    card, names = torch.device("cuda"), {rate: curve_name(rate) for rate in (Rate.STREAM, Rate.RANDOM, Rate.CHEAP)}
+    recipes_of = {name: Recipe(rate, (1,), lambda *_: (1.0, lambda: None)) for rate, name in names.items()}
+    found = {names[Rate.CHEAP]: {1e6: 9e-6}, names[Rate.RANDOM]: {1e6: 5e-5}, names[Rate.STREAM]: {8e6: 8e-6}}
+    with mock.patch.object(calibration, "_plausible", lambda recipe, points, device: points):
+        curves, _ = calibration._curves(recipes_of, found, {"launch": 0.0, "call": 2e-6}, card)
+        on_cpu, _ = calibration._curves(recipes_of, found, {"launch": 0.0, "call": 2e-6}, CPU)
+    assert curves[names[Rate.RANDOM]].seconds(1e6) == pytest.approx(5e-5 - 2e-6 - 8e-6)
+    assert curves[names[Rate.CHEAP]].seconds(1e6) == pytest.approx(9e-7)
+    assert on_cpu[names[Rate.CHEAP]].seconds(1e6) == pytest.approx(7e-6)

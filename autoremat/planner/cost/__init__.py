@@ -30,6 +30,7 @@ from autoremat.planner.cost.rates import Rates as Rates
 from autoremat.planner.cost.rates import Task as Task
 from autoremat.planner.cost.rates import Work as Work
 from autoremat.planner.cost.rates import curve_name as curve_name
+from autoremat.planner.cost.roofline import ELEMENT_BYTES as ELEMENT_BYTES
 from autoremat.planner.cost.roofline import SLOWEST as SLOWEST
 from autoremat.planner.cost.roofline import datasheet_seconds as datasheet_seconds
 from autoremat.planner.cost.roofline import is_plausible as is_plausible
