@@ -22,6 +22,7 @@ from emulated_cuda.steps import on_card, planned_step, relative_error, run_step
 from torch import Tensor, nn
 
 import autoremat
+from autoremat import host_memory
 from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.caching_allocator import Block, CachingAllocator
 from autoremat.torch_private.allocator import settings_of_process
@@ -106,6 +107,31 @@ def peaks_of(measured: int, replayed: int, report: autoremat.Report) -> str:
         f"measured {measured}, replayed {replayed} without workspaces ({measured / replayed - 1:+.2%}), "
         f"{report.compiled_peak_bytes} with them, budget {report.budget_bytes}"
     )
+
+
+def test_saved_tensors_wait_on_the_host(record_property):
+    layers = (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.0)) for _ in range(6))
+    network, rows = nn.Sequential(*layers), 1024 if EMULATED else 8192
+    module, inputs = on_card((Squared(network), (torch.randn(rows, 512),)), torch.float32)
+    expected = run_step(module, module, inputs).gradients
+    step = planned_step(module, inputs, memory_budget=0.5, host_memory="1GiB", cost_model="roofline")
+    planned, moved = step.report.stored, host_memory.statistics("cuda")
+    assert planned is not None
+    record_property("on the host", f"{peaks_of(step.result.peak_bytes, step.replayed_bytes, step.report)}, moved {moved}")
+    assert moved.to_host_bytes == moved.from_host_bytes == 2 * planned.moved_bytes > 0  # two steps ran
+    assert step.result.peak_bytes <= step.report.budget_bytes
+    assert relative_error(step.result.gradients, expected) <= ROUNDING[torch.float32]
+
+
+class Squared(nn.Module):
+    """A network whose loss is the mean of the squares of its results."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x).square().mean()
 
 
 @pytest.mark.parametrize("way", ["side stream", "CUDA graphs"])
