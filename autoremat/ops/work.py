@@ -21,6 +21,9 @@ FUSED_SHARE = 3
 BY_ELEMENT = frozenset({Rate.EXPONENTIAL, Rate.SPECIAL, Rate.NORMALISATION, Rate.SORT, Rate.SCAN, Rate.WINDOW})
 """Rates of arithmetic per element."""
 
+MOST_MULTIPLIED = 8
+"""The largest exponent of a power that counts as multiplications."""
+
 INDEXED = frozenset({Rate.GATHER, Rate.SCATTER})
 """Rates of indexed memory accesses."""
 
@@ -101,6 +104,8 @@ def _traffic(node: fx.Node, op: Op, by_library: bool, fuses: bool) -> Task:
 def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
     facts, read = op_traits.facts(node), _elements(_operands(node))
     made = _elements(tensors_in(node.meta.get("val")))
+    if op_traits.packet(node) is torch.ops.aten.pow and _multiplies(node.args[1]):
+        return Task(Rate.CHEAP, 2 * made)
     if facts.rate in BY_ELEMENT:
         return Task(facts.rate, max(read, made))
     if op_traits.is_random(node) or getattr(op_traits.packet(node), "__name__", "") in op_traits.DRAWS:
@@ -108,3 +113,8 @@ def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
     if facts.reduces:
         return Task(Rate.REDUCTION, read)
     return None if by_library else Task(Rate.CHEAP, made)
+
+
+def _multiplies(exponent: object) -> bool:
+    """Returns True if a power is a few multiplications, as of a norm or of GELU's cubic."""
+    return isinstance(exponent, int | float) and float(exponent).is_integer() and 0 <= exponent <= MOST_MULTIPLIED

@@ -19,7 +19,7 @@ from autoremat.basics.errors import OptionsError
 from autoremat.capture import pricing
 from autoremat.capture.capture import Capture, capture
 from autoremat.measure import calibration
-from autoremat.ops.work import work_of
+from autoremat.ops.work import arithmetic_of, work_of
 from autoremat.options.options import COST_MODEL_VARIABLE, Options
 from autoremat.planner.cost import BATCH, CostSource, Curve, Rate, Rates, curve_name
 from autoremat.torch_private import joint_graphs
@@ -257,3 +257,11 @@ def test_no_op_that_moves_bytes_is_free(name, model):
     assert all(op.seconds > 0 for op in result.graph.ops if op.bytes_moved)
     assert price.calibrated_share + price.assumed_share == pytest.approx(1.0)
     assert price.assumed_share == 1.0 if model == "roofline" else price.assumed_share <= 0.2
+
+
+@pytest.mark.parametrize(("exponent", "rate"), [(3, Rate.CHEAP), (3.0, Rate.CHEAP), (2.5, Rate.SPECIAL), (-1, Rate.SPECIAL)])
+def test_a_small_whole_power_is_a_few_multiplications(exponent, rate):
+    x = weight(64)
+    result = captured(lambda: torch.pow(x, exponent).sum())
+    node = next(n for n, op in zip(result.op_nodes, result.graph.ops, strict=True) if "aten.pow" in op.target)
+    assert [task.rate for task in arithmetic_of(node).tasks] == [rate]

@@ -6,7 +6,8 @@ A fused kernel reads its inputs and writes the results that others read; its ari
     reads it.
 - A *recomputed* pointwise op that is fused into its readers costs its arithmetic. It also costs one read of each input that an
     extern kernel or reduction computes and no fused kernel of the backward reads anyway.
-- These costs of recomputation occur once per fusion group that needs the result, because each group computes it again.
+- These costs of recomputation occur once per fusion group that needs the result, because each group computes it again. A
+    result that is never inlined, such as a random number, is computed once.
 - A result that is wider than what is read for it, such as a float32 copy of 16-bit numbers, costs that read once: if it were
     saved, each further group would read more.
 - If the result is broadcast to a larger one, such as a logarithm per row, its arithmetic runs for each larger element.
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Inlining
 
 LARGEST_TYPE_RATIO = 8
 """Largest ratio between the bytes of elements of usual types. A tensor that is larger by more than this has more elements."""
@@ -80,7 +82,7 @@ class FusedTraffic:
             return op.seconds
         read = sum(graph.values[v].bytes for v in graph.computed_inputs[index] if self._only_read_by_repeats(v))
         arithmetic = (op.seconds - op.memory_bound_seconds) * self._times_spread(index)
-        groups = max(self._runs_in_need[index].bit_count(), 1)
+        groups = 1 if op.inlining is Inlining.NEVER else max(self._runs_in_need[index].bit_count(), 1)
         reads = 1 if read < self._made_bytes(index) else groups
         return groups * arithmetic + reads * read * self.seconds_per_byte
 

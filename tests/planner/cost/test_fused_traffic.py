@@ -9,7 +9,7 @@ from strategies import GraphBuilder, graphs
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.op import Inlining, Kind, Role
 from autoremat.planner.search.planner import Planner
 
 SIZE, PER_BYTE = 100, 1e-6
@@ -78,14 +78,18 @@ def test_what_is_only_fused_costs_its_arithmetic_again():
     assert set(Planner(graph).find(None).plan.saved) == {product}
 
 
-def test_a_result_that_several_runs_need_is_computed_in_each():
-    """As a residual stream that each layer's backward reads: each adds it up anew, from the products that it is a sum of."""
+@pytest.mark.parametrize(("inlining", "runs"), [(Inlining.CHEAP, (3, 2, 1)), (Inlining.NEVER, (1, 1, 1))])
+def test_a_result_that_several_runs_need_is_computed_in_each(inlining, runs):
+    """As a residual stream that each layer's backward reads: each adds it up anew, from the products that it is a sum of. What
+    is never inlined, such as random numbers, is computed once.
+    """
+    fused = {"seconds": 1e-3, "memory_bound_seconds": 9e-4, "inlining": inlining}
     build = GraphBuilder()
     stream = build.source(SIZE)
     sums = []
     for _ in range(3):
         product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-        stream = build.op([stream, product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, memory_bound_seconds=9e-4)
+        stream = build.op([stream, product], SIZE, kind=Kind.POINTWISE, **fused)
         sums.append(stream)
     gradient = build.source(SIZE, Role.TANGENT)
     for value in reversed(sums):
@@ -93,7 +97,7 @@ def test_a_result_that_several_runs_need_is_computed_in_each():
         gradient = build.op([gradient], SIZE, kind=Kind.EXTERN, forward=False)
     graph = build.graph(backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
     again = [traffic_of(graph).recompute_seconds[graph.values[value].producer] for value in sums]
-    assert again == pytest.approx([runs * (1e-4 + MOVED) for runs in (3, 2, 1)])
+    assert again == pytest.approx([number * (1e-4 + MOVED) for number in runs])
 
 
 @pytest.mark.parametrize("groups", [1, 4])
