@@ -169,6 +169,7 @@ NAMES = (
     PrivateName("torch._inductor.ir:FlexibleLayout", "layouts of operands of attention"),
     PrivateName("torch._inductor.ir:IRNode.maybe_get_layout", "layouts of operands of attention", "self"),
     PrivateName("torch._inductor.ir:is_aligned_realized_tensor", "layouts of operands of attention", "tensor, alignment"),
+    PrivateName("torch._inductor.ir!dislike_padding", "layouts of stored tensors"),
     PrivateName("torch._inductor.kernel.conv:convolution_backward_lowering", "layouts of convolutions", first=13),
     PrivateName("torch._inductor.codegen.cpp:CppTile2DKernel.need_vec_transpose", "sums in tiled loops", "self, index"),
     PrivateName("torch._inductor.codegen.cpp:CppTile2DKernel.store", "sums in tiled loops", "self, name, index, value, mode"),

@@ -62,6 +62,24 @@ def rotated(norm: bool = False) -> Any:
     return Rotated(norm), (torch.randn(2, 64, 64), torch.randn(64, 16))
 
 
+class Odd(nn.Module):
+    """Rows of lengths that Inductor pads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(32, 1100), nn.Linear(1100, 1031), nn.Linear(1031, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).sin()
+        hidden = self.second(hidden).tanh() * hidden[:, :1031].sigmoid()
+        return self.third(hidden.sin()).square().mean()
+
+
+def odd() -> Any:
+    torch.manual_seed(0)
+    return Odd(), (torch.randn(64, 32),)
+
+
 def channels_last() -> Any:
     module, (image, label) = images()
     return module.to(memory_format=torch.channels_last), (image.to(memory_format=torch.channels_last), label)
@@ -74,6 +92,7 @@ def channels_last() -> Any:
         pytest.param(rotated, torch.float16, "flash", marks=pytest.mark.slow),
         pytest.param(rotated, torch.float32, "efficient", marks=pytest.mark.slow),
         pytest.param(lambda: rotated(norm=True), torch.bfloat16, "cudnn", marks=pytest.mark.slow),
+        pytest.param(odd, torch.float32, "cudnn", marks=pytest.mark.slow),
         pytest.param(images, torch.float32, "cudnn", marks=pytest.mark.slow),
         pytest.param(channels_last, torch.float32, "cudnn", marks=pytest.mark.slow),
     ],
