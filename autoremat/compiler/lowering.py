@@ -15,10 +15,11 @@ from autoremat.basics.errors import find_cause
 from autoremat.compiler.attempts import Verdict
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.host_memory import ops
 from autoremat.passes import before_lowering
 from autoremat.planner.cost import UNKNOWN_GPU, datasheet
 from autoremat.planner.memory.allocations import HalfAllocations
-from autoremat.torch_private import compilers, dynamo, inductor_lowering, named_card
+from autoremat.torch_private import compilers, dynamo, inductor_lowering, layouts, named_card
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 
 Compiled = Callable[..., Any]
@@ -117,6 +118,8 @@ def lower(
             inductor_lowering.draws_by_place(patches),
             inductor_lowering.draws_in_sequence(),
             inductor_lowering.sums_at_their_places(),
+            layouts.laid_out_as_saved((ops.copy_to_host, ops.wait_for_copy_to_host)),
+            layouts.attention_as_traced(),
             inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
             _answers_for(source),
         ):

@@ -1,6 +1,7 @@
 """The fused attention kernels of CUDA as arithmetic on the host, forward and backward.
 
-Shapes, layouts and saved state are those of torch's own meta kernels. The mask of a dropout follows from the saved seed, as
+Shapes, layouts and saved state are those of torch's own meta kernels. Operands in layouts that CUDA's kernels cannot read are
+refused, as theirs are. The mask of a dropout follows from the saved seed, as
 CUDA's follows from the state of its Philox generator, so forward and backward agree.
 """
 
@@ -34,6 +35,7 @@ class Arguments:
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, causal: bool, scale: float | None
     ) -> Arguments:
+        refuse_strided_rows(query=query, key=key, value=value)
         groups = query.shape[1] // key.shape[1]
         wide = [tensor.cpu().float().repeat_interleave(groups, 1) for tensor in (key, value)]
         on_host = None if bias is None else bias.cpu().float()
@@ -55,6 +57,13 @@ class Arguments:
             return 1.0
         generator = torch.Generator().manual_seed(seed)
         return (torch.rand(shape, generator=generator) >= self.dropout).float() / (1 - self.dropout)
+
+
+def refuse_strided_rows(**operands: Tensor | None) -> None:
+    """Raises a RuntimeError if the last dimension of an operand is not dense in memory."""
+    for name, tensor in operands.items():
+        if tensor is not None and tensor.stride(-1) != 1:
+            raise RuntimeError(f"the last dimension of {name} has the stride {tensor.stride(-1)}, and attention reads stride 1")
 
 
 def forward(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,6 +130,7 @@ def flash_backward(
 def efficient(
     q: Any, k: Any, v: Any, bias: Any, wants_logarithms: bool, dropout: float = 0.0, causal: bool = False, *, scale: Any = None
 ) -> Any:
+    refuse_strided_rows(bias=bias)
     result, logarithms, seed = forward(Arguments.of(q, k, v, bias, dropout, causal, scale))
     promise = promised(
         aten._scaled_dot_product_efficient_attention.default, q, k, v, bias, wants_logarithms, dropout, causal, scale=scale
@@ -135,6 +145,7 @@ def efficient_backward(
     gradient: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, logarithms: Any, seed: Any, offset: Any, dropout: float,
     wanted: Any, causal: bool = False, *, scale: Any = None,
 ) -> Any:  # fmt: skip
+    refuse_strided_rows(bias=bias, result=out)
     promise = promised(
         aten._scaled_dot_product_efficient_attention_backward.default, gradient, q, k, v, bias, out, logarithms, seed, offset,
         dropout, wanted, causal, scale=scale,
@@ -159,6 +170,7 @@ def cudnn_backward(
     gradient: Any, q: Any, k: Any, v: Any, out: Any, logarithms: Any, seed: Any, offset: Any, bias: Any, starts_q: Any,
     starts_k: Any, most_q: int, most_k: int, dropout: float, causal: bool, *, scale: Any = None,
 ) -> Any:  # fmt: skip
+    refuse_strided_rows(result=out)
     promise = promised(
         aten._scaled_dot_product_cudnn_attention_backward.default, gradient, q, k, v, out, logarithms, seed, offset, bias,
         starts_q, starts_k, most_q, most_k, dropout, causal, scale=scale,

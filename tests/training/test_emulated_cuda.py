@@ -38,7 +38,7 @@ def test_the_card_and_small_steps_under_budgets():
 
 
 def test_stays_on_the_host():
-    run("check_host_memory.py", marks="slow or not slow")
+    run("check_host_memory.py", "check_layouts.py", marks="slow or not slow")
 
 
 def test_models_under_budgets():

@@ -1,0 +1,58 @@
+"""Layouts that Inductor chooses: those of stored tensors and of attention's operands are kept as traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
+
+
+@contextlib.contextmanager
+def laid_out_as_saved(ops: Collection[torch._ops.OpOverload]) -> Iterator[None]:
+    """Makes Inductor lay out the operands of ``ops`` as tensors that the graph returns, and keep results as they are.
+
+    The layout of what a graph returns is the traced one, and readers get along with it. Any other layout is Inductor's own
+    choice, and may not be one that attention can read. Nor are the operands padded, because a plan counts their bytes. A result of ``ops`` has the layout of its operand. Inductor would copy
+    it into the traced one by a kernel of the host, which waits for no stream.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    def lower_node(lower: Method, lowering: Any, node: fx.Node) -> Any:
+        users, output = dict(node.users), lowering.module.graph.output_node()
+        if node.target in ops:
+            node.users.pop(output, None)
+        elif any(user.target in ops for user in users):
+            node.users[output] = None
+            node.meta["dislike_padding"] = True
+        try:
+            return lower(lowering, node)
+        finally:
+            node.users.clear()
+            node.users.update(users)
+
+    with hooked(GraphLowering, "run_node", lower_node):
+        yield
+
+
+@contextlib.contextmanager
+def attention_as_traced() -> Iterator[None]:
+    """Makes Inductor give the operands of fused attention the traced sequence of dimensions, where it is still free to choose.
+
+    Inductor takes such an operand for contiguous and leaves it as it is. What it chooses later may have a last dimension that
+    is not dense, and the kernels refuse that (torch 2.15 and earlier).
+    """
+    from torch._inductor import ir
+
+    found = unsubstituted(ir, "is_aligned_realized_tensor")
+
+    def is_aligned(tensor: Any, alignment: int) -> bool:
+        is_open = isinstance(tensor, ir.IRNode) and isinstance(tensor.maybe_get_layout(), ir.FlexibleLayout)
+        return not is_open and bool(found(tensor, alignment))
+
+    with substituted(ir, "is_aligned_realized_tensor", is_aligned):
+        yield
