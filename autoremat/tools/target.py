@@ -45,11 +45,11 @@ class Target:
             return module
         return with_attention_of_cuda(with_autocast_of_cuda(module), self.capability)
 
-    def fusing_attention(self) -> AbstractContextManager[None]:
-        """Returns the context in which Inductor's passes take the attention kernels of a card that the CPU represents."""
+    def tracing(self) -> AbstractContextManager[None]:
+        """Returns the context in which torch traces a graph for this device, also for a card that the CPU represents."""
         if not self.is_represented:
             return contextlib.nullcontext()
-        return named_card.fusing_attention_by(functools.partial(attention_on_cuda, capability=self.capability))
+        return named_card.traced_as_on_card(functools.partial(attention_on_cuda, capability=self.capability))
 
     @property
     def capability(self) -> tuple[int, int]:
