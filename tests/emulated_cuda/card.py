@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attention_choice import Facts, chosen
+
 from emulated_cuda import library
 
 NAME = "NVIDIA H100 80GB HBM3"

@@ -49,7 +49,8 @@ def drawn(draw: random.Random, minor: int) -> tuple[Attention, Facts]:
     facts = Facts(
         dtype=dtype, capability=card, dimensions=4, batches=tuple(t.shape[0] for t in (query, key, value)),
         heads=(heads, key_heads, value_heads), lengths=(queries, keys, keys), widths=(width, width, value_width),
-        strides=tuple(t.stride(-1) for t in (query, key, value)), offsets=tuple(t.storage_offset() for t in (query, key, value)),
+        strides=tuple(t.stride(-1) for t in (query, key, value)),
+        offsets=tuple(t.storage_offset() for t in (query, key, value)),
         mask=None if mask is None else tuple(mask.shape), mask_stride=1 if mask is None else mask.stride(-1),
         mask_trains=mask is not None and mask.requires_grad, trains=trains, causal=causal, grouped=grouped, dropout=dropout,
     )  # fmt: skip
@@ -77,7 +78,9 @@ def attention(minor: int, width: int = 64, value_width: int | None = None, mask=
     heads = given.get("key_heads", 4)
     value = operand(value_width or width, heads)
     mask = None if mask is None else torch.empty(mask, dtype=torch.bfloat16, device="meta")
-    return Attention(operand(width), operand(width, heads), value, mask, dropout, False, heads not in (1, 4), card, minor).kernel
+    return Attention(
+        operand(width), operand(width, heads), value, mask, dropout, False, heads not in (1, 4), card, minor
+    ).kernel
 
 
 @pytest.mark.parametrize(
