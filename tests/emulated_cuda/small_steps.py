@@ -38,10 +38,11 @@ class Norms(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(4, 4, 3, padding=1)
         self.of_groups, self.of_layers, self.of_batches = nn.GroupNorm(2, 4), nn.LayerNorm(8), nn.BatchNorm2d(4)
+        self.of_squares = nn.RMSNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.of_batches(self.convolution(x))
-        y = F.logsigmoid(self.of_groups(y)) + F.gelu(self.of_layers(y))
+        y = F.logsigmoid(self.of_groups(y)) + F.gelu(self.of_layers(y)) + F.rms_norm(self.of_squares(y), [8])
         return F.dropout(y, 0.3).square().sum()
 
 
@@ -53,7 +54,7 @@ class Layouts(nn.Module):
         self.convolution = nn.Conv2d(3, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.pad(self.convolution(x), (1, 1, 1, 1), mode="reflect")
+        y = F.pad(self.convolution(x), (1, 1, 1, 1), mode="reflect").contiguous(memory_format=torch.channels_last)
         places = torch.arange(y.shape[-1], device=x.device)
         picked = torch.zeros(*y.shape, device=x.device, dtype=y.dtype).scatter(3, places.expand(*y.shape[:3], -1)[..., :1], 1.0)
         return (y[..., places] * picked).square().sum() + F.cross_entropy(y.flatten(2).mean(1), y.new_zeros(len(y)).long())
