@@ -20,7 +20,6 @@ from autoremat.passes import before_lowering
 from autoremat.planner.cost import UNKNOWN_GPU, datasheet
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.torch_private import compilers, dynamo, inductor_lowering, layouts, named_card
-from autoremat.torch_private.cuda_decompositions import as_on_cuda
 
 Compiled = Callable[..., Any]
 
@@ -123,8 +122,7 @@ def lower(
             inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
             _answers_for(source),
         ):
-            decompositions = as_on_cuda() if source.is_represented else None
-            compiled = compilers.compile_with_inductor(module, source.inputs, patches, EAGER_BACKWARD, decompositions)
+            compiled = compilers.compile_with_inductor(module, source.inputs, patches, EAGER_BACKWARD)
     except Exception as error:
         rejected = find_cause(error, _Rejected)
         if rejected is None:

@@ -68,7 +68,7 @@ class DryRun:
         request = replace(request, on_planning_error="raise", plan=stored)
         patches = {**compilers.asked_config(self.options), **fake_tensors.RUNS_NOTHING}
         source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
-        with self.target.fusing_attention(), inductor_lowering.without_kernels():
+        with self.target.tracing(), inductor_lowering.without_kernels():
             return compile_graph(source, request).report
 
 

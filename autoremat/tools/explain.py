@@ -27,7 +27,6 @@ from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors
 from autoremat.torch_private.compile_progress import tracing_is_told
-from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.workspaces.formulas import layout_copies_bytes
 
 T = TypeVar("T")
@@ -170,14 +169,13 @@ def preview_visitor(
             found.append(look(Preview(priced, context)))
 
         config = compilers.asked_config(options)
-        decompositions = as_on_cuda() if target.is_represented else None
         with (
             tracing_to(look_at, context) as partitioner,
-            target.fusing_attention(),
+            target.tracing(),
             tracing_is_told("tracing forward and backward, ops"),
         ):
             on_card = target.as_on_card(module)
-            fake_tensors.trace_joint(on_card, inputs, partitioner, request.fuses, config, decompositions)
+            fake_tensors.trace_joint(on_card, inputs, partitioner, request.fuses, config)
         return found or [None]
 
     return visit

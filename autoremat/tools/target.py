@@ -22,6 +22,7 @@ from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.tools.cuda_attention import attention_on_cuda, with_attention_of_cuda
 from autoremat.tools.cuda_autocast import with_autocast_of_cuda
+from autoremat.tools.cuda_norms import with_norms_of_cuda
 from autoremat.torch_private import named_card
 
 
@@ -40,16 +41,16 @@ class Target:
         return self.cuda_name is not None and self.traced_on.type != "cuda"
 
     def as_on_card(self, module: fx.GraphModule) -> fx.GraphModule:
-        """Returns ``module``, rewritten in place with the casts and the attention kernels of a card that the CPU represents."""
+        """Returns ``module``, rewritten in place with the casts and the kernels of a card that the CPU represents."""
         if not self.is_represented:
             return module
-        return with_attention_of_cuda(with_autocast_of_cuda(module), self.capability)
+        return with_norms_of_cuda(with_attention_of_cuda(with_autocast_of_cuda(module), self.capability))
 
-    def fusing_attention(self) -> AbstractContextManager[None]:
-        """Returns the context in which Inductor's passes take the attention kernels of a card that the CPU represents."""
+    def tracing(self) -> AbstractContextManager[None]:
+        """Returns the context in which torch traces a graph for this device, also for a card that the CPU represents."""
         if not self.is_represented:
             return contextlib.nullcontext()
-        return named_card.fusing_attention_by(functools.partial(attention_on_cuda, capability=self.capability))
+        return named_card.traced_as_on_card(functools.partial(attention_on_cuda, capability=self.capability))
 
     @property
     def capability(self) -> tuple[int, int]:

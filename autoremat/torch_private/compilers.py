@@ -22,20 +22,13 @@ from autoremat.torch_private.joint_graphs import PartitionedModules
 
 
 def compile_with_inductor(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    config: dict[str, Any],
-    functorch: dict[str, Any],
-    decompositions: dict[Any, Callable[..., Any]] | None = None,
+    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], functorch: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code.
-
-    ``decompositions`` replace Inductor's own.
-    """
+    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code."""
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(functorch), inductor_is_told():
-        compiled: Any = compile_fx(module, inputs, config_patches=config, decompositions=decompositions)
+        compiled: Any = compile_fx(module, inputs, config_patches=config)
     return cast(Callable[..., Any], compiled)
 
 

@@ -119,14 +119,13 @@ def trace_joint(
     partition: Partition,
     inductor: bool,
     config: dict[str, Any],
-    decompositions: dict[Any, Callable[..., Any]] | None,
 ) -> None:
     """Traces the joint graph of ``module`` with AOTAutograd and hands it to ``partition``, which ends the tracing by raising.
 
-    ``inductor`` selects Inductor's decompositions and its passes over joint graphs, under ``config``. ``decompositions``
-    replace Inductor's own. Returns normally if there is no backward.
+    ``inductor`` selects Inductor's decompositions and its passes over joint graphs, under ``config``.
+    Returns normally if there is no backward.
     """
-    trace_as_compiled(module, own_inputs(inputs), partition, inductor, {**config, **RUNS_NOTHING}, decompositions)
+    trace_as_compiled(module, own_inputs(inputs), partition, inductor, {**config, **RUNS_NOTHING})
 
 
 def trace_as_compiled(
@@ -135,7 +134,6 @@ def trace_as_compiled(
     partition: Partition,
     inductor: bool,
     config: Mapping[str, Any],
-    decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> None:
     """Traces as :func:`trace_joint` does, with the inputs and the settings at hand, as in the graph's compilation."""
     try:
@@ -145,7 +143,7 @@ def trace_as_compiled(
         from torch._inductor.compile_fx import compile_fx
 
         with compilers.without_caches():
-            compile_fx(module, inputs, _no_code, {**config, "custom_partitioner_fn": partition}, decompositions)
+            compile_fx(module, inputs, _no_code, {**config, "custom_partitioner_fn": partition})
     except Exception as error:
         if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
             raise

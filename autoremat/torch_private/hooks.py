@@ -58,7 +58,7 @@ def _dispatching(owner: type, name: str) -> Method:
 
 @contextlib.contextmanager
 def substituted(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a function of a module or class in this thread while active.
+    """Replaces a function of a module or class, or a property of a class, in this thread while active.
 
     Other threads still call the function itself. Torch knows some of these functions by identity, so the function is put back
     once no thread replaces it.
@@ -75,18 +75,27 @@ def substituted(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[No
 
 
 def unsubstituted(owner: Any, name: str) -> Any:
-    """Returns the function of a module or class as it is while no thread replaces it."""
+    """Returns the function of a module or class, or that of a property, as it is while no thread replaces it."""
     with _installing:
         found = _replaced.get((owner, name))
-        return getattr(owner, name) if found is None else found.function
+        return _function(owner, name) if found is None else found.function
+
+
+def _function(owner: Any, name: str) -> Any:
+    """Returns the function of that name; for a property, the function that reads it."""
+    attribute: Any = inspect.getattr_static(owner, name)
+    return attribute.__get__ if hasattr(attribute, "__set__") else getattr(owner, name)
 
 
 @dataclass
 class _Replaced:
-    """A function that some thread replaces, the attribute that held it, and the number of replacements that are active."""
+    """A function that some thread replaces, and the number of replacements that are active."""
 
     function: Callable[..., Any]
     attribute: Any
+    """What held the function."""
+    is_inherited: bool
+    """True if a base class of the owner has the attribute."""
     active: int = 0
 
 
@@ -100,13 +109,17 @@ _substitutes: ContextVar[Mapping[tuple[Any, str], Method]] = ContextVar(
 def _substitute(owner: Any, name: str) -> None:
     key = (owner, name)
     if key not in _replaced:
-        function = getattr(owner, name)
+        function: Callable[..., Any] = _function(owner, name)
+        attribute: Any = inspect.getattr_static(owner, name)
 
         def dispatching(*args: Any, **kwargs: Any) -> Any:
             return _substitutes.get().get(key, function)(*args, **kwargs)
 
-        _replaced[key] = _Replaced(function, inspect.getattr_static(owner, name))
-        setattr(owner, name, staticmethod(dispatching) if isinstance(owner, type) else dispatching)
+        _replaced[key] = _Replaced(function, attribute, name not in vars(owner))
+        if hasattr(attribute, "__set__"):
+            setattr(owner, name, property(dispatching, attribute.__set__))
+        else:
+            setattr(owner, name, staticmethod(dispatching) if isinstance(owner, type) else dispatching)
     _replaced[key].active += 1
 
 
@@ -114,5 +127,8 @@ def _put_back(owner: Any, name: str) -> None:
     found = _replaced[owner, name]
     found.active -= 1
     if not found.active:
-        setattr(owner, name, found.attribute)
+        if found.is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, found.attribute)
         del _replaced[owner, name]

@@ -20,9 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoremat.planner.cost.devices import Datasheet
 from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
-from autoremat.torch_private.kernel_settings import rounds_to_tf32
-
-CARD = torch.device("cuda", 0)
+from autoremat.torch_private.seen_on_card import CARD, decided_as_on_card, on_card
 
 HELD = ("val", "example_value")
 """Entries of a node's metadata that hold its tensors."""
@@ -44,23 +42,14 @@ def generates_triton() -> bool:
 
 
 @contextlib.contextmanager
-def fusing_attention_by(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Makes Inductor write ``attention`` where it recognises an attention of single ops, while active.
+def traced_as_on_card(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Makes torch trace tensors of the CPU as those of a card, while active.
 
-    On CUDA, Inductor leaves an attention in float32 as it is unless products may round to TF32.
+    Inductor writes ``attention`` where it recognises an attention of single ops.
     """
     from torch._inductor.fx_passes import fuse_attention
 
-    suits: Callable[[Any], bool] = unsubstituted(fuse_attention, "_sfdp_params_check")
-
-    def suits_on_card(match: Any) -> bool:
-        is_single = match.kwargs["query"].meta["val"].dtype is torch.float32
-        return suits(match) and (not is_single or rounds_to_tf32())
-
-    with (
-        substituted(fuse_attention, "_scaled_dot_product_attention", attention),
-        substituted(fuse_attention, "_sfdp_params_check", suits_on_card),
-    ):
+    with substituted(fuse_attention, "_scaled_dot_product_attention", attention), decided_as_on_card():
         yield
 
 
@@ -108,8 +97,8 @@ class _Move:
             return
         moved = {key: torch.utils._pytree.tree_map(self.tensor, node.meta[key]) for key in HELD if key in node.meta}
         node.meta = {**node.meta, **moved}  # the other half of the joint graph may share the dict
-        node.args = fx.node.map_aggregate(node.args, _device_on_card)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, _device_on_card)
+        node.args = fx.node.map_aggregate(node.args, on_card)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, on_card)
 
     def constant(self, node: fx.Node) -> None:
         """Copies a constant to the card. Numbers stay on the CPU, where kernels take them as arguments."""
@@ -120,10 +109,6 @@ class _Move:
             copy = node.graph.call_function(torch.ops.prims.device_put.default, (node, CARD))
         copy.meta = {**node.meta, "val": self.tensor(value)}
         node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-
-
-def _device_on_card(argument: Any) -> Any:
-    return CARD if isinstance(argument, torch.device) and argument.type == "cpu" else argument
 
 
 # -- lowering ----------------------------------------------------------------------------------------------------------

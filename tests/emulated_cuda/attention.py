@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _decomp
 
 aten = torch.ops.aten
 
@@ -210,6 +210,8 @@ KERNELS = {
     # Where CUDA has no kernel of its own, autograd would take these apart before Inductor does.
     "silu_backward": by_host(aten.silu_backward.default),
     "mish_backward": by_host(aten.mish_backward.default),
+    "_fused_rms_norm": by_host(aten._fused_rms_norm.default),
+    "_fused_rms_norm_backward": by_host(_decomp.decompositions._fused_rms_norm_backward),
 }
 
 libraries: list[torch.library.Library] = []

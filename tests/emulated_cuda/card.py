@@ -12,6 +12,8 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from attention_choice import Facts, chosen
+
 from emulated_cuda import library
 
 NAME = "NVIDIA H100 80GB HBM3"
@@ -52,29 +54,24 @@ ATTENTION_VARIABLE = "EMULATED_ATTENTION"
 """Environment variable with the name of the fused kernel that the card prefers: by default cuDNN's, as on a real H100."""
 
 
-def choose_attention(
-    dtype: bytes,
-    dense: bool,
-    masked: bool,
-    causal: bool,
-    square: bool,
-    grouped: bool,
-    width: int,
-    value_width: int,
-    dropout: float,
-) -> int:
-    """Returns the number of the kernel that the card takes: cuDNN's, flash, efficient, or plain arithmetic."""
-    preferred = KERNELS[os.environ.get(ATTENTION_VARIABLE, "cudnn")]
-    half = dtype in (b"Half", b"BFloat16")
-    if not dense or preferred == MATH:
-        return MATH
-    small = max(width, value_width) <= 128 and width % 8 == 0 and value_width % 8 == 0
-    if preferred == CUDNN and half and small and (16 * dropout).is_integer():
-        return CUDNN
-    if preferred != EFFICIENT and half and not masked and width == value_width <= 256 and (square or not causal):
-        return FLASH
-    aligned = width % (8 if half else 4) == 0 and value_width % (8 if half else 4) == 0
-    return EFFICIENT if aligned and not grouped and (half or dtype == b"Float") else MATH
+def choose_attention(dtype: bytes, numbers: Any, dropout: float) -> int:
+    """Returns the number of the kernel that the card takes: cuDNN's, flash, efficient, or plain arithmetic.
+
+    ``numbers`` are those that `choose_attention` of `device.cpp` writes.
+    """
+    import torch
+
+    preferred = os.environ.get(ATTENTION_VARIABLE, "cudnn")
+    triples = [tuple(numbers[3 * index : 3 * index + 3]) for index in range(6)]
+    trains, causal, grouped, dimensions = numbers[18:22]
+    facts = Facts(
+        dtype.decode(), CAPABILITY, 4, *triples,
+        mask=tuple(numbers[24 : 24 + dimensions]) if dimensions >= 0 else None,
+        mask_stride=numbers[22] if dimensions >= 0 else 1,
+        mask_trains=dimensions >= 0 and bool(numbers[23]),
+        trains=bool(trains), causal=bool(causal), grouped=bool(grouped), dropout=dropout,
+    )  # fmt: skip
+    return KERNELS[chosen(facts, int(torch.__version__.split(".")[1]), preferred)]
 
 
 def install() -> None:

@@ -275,9 +275,11 @@ void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // -- attention: the kernel that the card would take --------------------------------------------------------------------
 
-int64_t (*chooser)(const char*, bool, bool, bool, bool, bool, int64_t, int64_t, double) = nullptr;
+int64_t (*chooser)(const char*, const int64_t*, double) = nullptr;
 
-// Python decides, by the rules of the card, and returns a number of at::SDPBackend.
+// Python decides, by the rules of the card, and returns a number of at::SDPBackend. The numbers are those of
+// `card.choose_attention`: batches, heads, lengths, widths, last strides and offsets of query, key and value; whether they
+// train; causal; grouped; the dimensions of the mask, its last stride, whether it trains, and its sizes.
 int64_t choose_attention(
     const Tensor& query,
     const Tensor& key,
@@ -286,15 +288,34 @@ int64_t choose_attention(
     double dropout,
     bool causal,
     std::optional<double>,
-    bool) {
-  const bool dense =
-      query.sym_stride(-1) == 1 && key.sym_stride(-1) == 1 && value.sym_stride(-1) == 1 && query.dim() == 4;
-  const auto width = query.sym_size(-1).guard_int(__FILE__, __LINE__);
-  const auto value_width = value.sym_size(-1).guard_int(__FILE__, __LINE__);
-  const bool square = query.sym_size(-2) == key.sym_size(-2);
-  const bool grouped = query.sym_size(1) != key.sym_size(1);
-  return chooser(
-      toString(query.scalar_type()), dense, mask.has_value(), causal, square, grouped, width, value_width, dropout);
+    bool grouped) {
+  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4) {
+    return static_cast<int64_t>(at::SDPBackend::math);
+  }
+  std::vector<int64_t> facts;
+  const auto add = [&facts](const c10::SymInt& number) { facts.push_back(number.guard_int(__FILE__, __LINE__)); };
+  for (const int64_t dimension : {0, 1, 2, 3}) {
+    for (const auto& tensor : {query, key, value}) {
+      add(tensor.sym_size(dimension));
+    }
+  }
+  for (const auto& tensor : {query, key, value}) {
+    add(tensor.sym_stride(-1));
+  }
+  for (const auto& tensor : {query, key, value}) {
+    add(tensor.sym_storage_offset());
+  }
+  const bool trains = query.requires_grad() || key.requires_grad() || value.requires_grad();
+  facts.insert(facts.end(), {trains && at::GradMode::is_enabled(), causal, grouped});
+  facts.push_back(mask.has_value() ? mask->dim() : -1);
+  if (mask.has_value()) {
+    add(mask->sym_stride(-1));
+    facts.push_back(mask->requires_grad());
+    for (const auto& size : mask->sym_sizes()) {
+      add(size);
+    }
+  }
+  return chooser(toString(query.scalar_type()), facts.data(), dropout);
 }
 
 } // namespace

@@ -16,18 +16,7 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("device.cpp")
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "emulated_cuda"
 
-Choose = ctypes.CFUNCTYPE(
-    ctypes.c_int64,
-    ctypes.c_char_p,
-    ctypes.c_bool,
-    ctypes.c_bool,
-    ctypes.c_bool,
-    ctypes.c_bool,
-    ctypes.c_bool,
-    ctypes.c_int64,
-    ctypes.c_int64,
-    ctypes.c_double,
-)
+Choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_double)
 """Arguments: those of :func:`emulated_cuda.card.choose_attention`."""
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import autoremat
+from autoremat.planner.plans.plan_file import difference, graph_hash
+from emulated_cuda import small_steps
 
 FOLDER_VARIABLE = "NAMED_PLANS"
 """Environment variable with the folder of the plans that were made by name."""
@@ -75,3 +77,28 @@ def write_plans(folder: Path, device: str) -> None:
         report.plan.save(folder / f"{name}.json")
         peaks[name] = report.compiled_peak_bytes
     (folder / "peaks.json").write_text(json.dumps(peaks))
+
+
+def write_graphs(folder: Path, device: str) -> None:
+    """Plans all small steps for the card ``device`` by its name, without generated code, and writes the plans to ``folder``."""
+    for name, build in small_steps.steps().items():
+        step, inputs = build()
+        report = autoremat.explain(step, *inputs, device=device)
+        assert report.plan is not None
+        report.plan.save(graph_path(folder, name))
+
+
+def graph_path(folder: Path, name: str) -> Path:
+    """Returns the file of the plan of a small step."""
+    return folder / f"small {name}.json"
+
+
+def difference_on_card(folder: Path, name: str) -> str:
+    """Returns how the graph of a small step that was planned by name differs from that on the card; empty if it does not."""
+    step, inputs = small_steps.steps()[name]()
+    if isinstance(step, nn.Module):
+        step = step.cuda()
+    inputs = tuple(tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in inputs)
+    by_name, report = autoremat.Plan.load(graph_path(folder, name)).graph, autoremat.explain(step, *inputs, device="cuda")
+    assert report.plan is not None
+    return "" if graph_hash(by_name) == graph_hash(report.plan.graph) else difference(by_name, report.plan.graph)

@@ -15,9 +15,8 @@ A100, RTX_4090, H100, B200, T4, MI300X = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)
 
 def kernel(capability, dtype=torch.bfloat16, width=64, queries=32, keys=32, value_width=None, masked=False, **given):
     """The name of the kernel, such as "flash"."""
-    query = torch.empty(2, 4, queries, width, dtype=dtype)
-    key = torch.empty(2, 4, keys, width, dtype=dtype)
-    value = torch.empty(2, 4, keys, value_width or width, dtype=dtype)
+    shapes = (queries, width), (keys, width), (keys, value_width or width)
+    query, key, value = (torch.empty(2, 4, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
     def attend(query, key, value):
         mask = torch.ones(queries, keys, dtype=torch.bool) if masked else None
@@ -43,13 +42,11 @@ def kernel(capability, dtype=torch.bfloat16, width=64, queries=32, keys=32, valu
         (MI300X, {}, "flash"),
         (A100, {"masked": True}, "efficient"),
         (H100, {"width": 256}, "cudnn"),
-        (B200, {"width": 256}, "flash"),
         (B200, {"width": 192, "value_width": 128}, "cudnn"),
         (A100, {"width": 192, "value_width": 128}, "efficient"),
         (H100, {"width": 60}, "flash"),
         (H100, {"width": 264}, "efficient"),
         (H100, {"dropout_p": 0.125}, "cudnn"),
-        (H100, {"dropout_p": 0.1}, "flash"),
         (H100, {"keys": 1}, "flash"),
         (H100, {"dtype": torch.float32}, "efficient"),
         (A100, {"is_causal": True}, "flash"),
@@ -62,13 +59,6 @@ def kernel(capability, dtype=torch.bfloat16, width=64, queries=32, keys=32, valu
 )
 def test_the_kernel_is_that_which_torch_takes(capability, given, expected):
     assert kernel(capability, **given) == expected
-
-
-def test_settings_of_torch_are_obeyed(monkeypatch):
-    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
-        assert kernel(H100) == "efficient"
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert kernel(H100) == "flash"
 
 
 def needed(kernel, width=64, keys=96, groups=4, dtype=torch.bfloat16, laid_by_token=True, batch=2):

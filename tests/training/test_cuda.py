@@ -18,6 +18,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from emulated_cuda import named, small_steps
 from emulated_cuda.steps import on_card, planned_step, relative_error, run_step
 from torch import Tensor, nn
 
@@ -61,6 +62,14 @@ report = autoremat.explain(module.to(getattr(torch, dtype)), *inputs, device=dev
 report.plan.save(path)
 """
 """Plans a step for a card by its name, in a process that has no card."""
+
+LAPTOP_OF_SMALL_STEPS = """
+import sys, pathlib, torch
+from emulated_cuda import named
+assert not torch.cuda.is_available()
+named.write_graphs(pathlib.Path(sys.argv[2]), sys.argv[1])
+"""
+"""Plans all small steps in the same way."""
 
 
 @pytest.fixture(autouse=True)
@@ -177,9 +186,7 @@ def on_stream(run: Callable[[], Any], own: bool) -> Any:
 )
 def test_a_plan_made_without_the_card_is_taken_from_its_file(name, dtype, tmp_path, record_property):
     path = tmp_path / "plan.json"
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(Path(models.__file__).parent), *sys.path])}
-    arguments = [name, dtype, torch.cuda.get_device_name(), str(path)]
-    subprocess.run([sys.executable, "-c", LAPTOP, *arguments], env=os.environ | hidden, check=True)
+    run_without_card(LAPTOP, name, dtype, torch.cuda.get_device_name(), str(path))
     stored = autoremat.Plan.load(path)
     module, inputs = on_card(models.build(name, layers=2), getattr(torch, dtype))
     step = planned_step(module, inputs, plan=path)
@@ -188,6 +195,17 @@ def test_a_plan_made_without_the_card_is_taken_from_its_file(name, dtype, tmp_pa
     peaks = peaks_of(step.result.peak_bytes, step.replayed_bytes, step.report)
     record_property("plan", f"predicted {stored.peak_bytes}, {peaks}")
     assert step.report.recomputed_ops > 0
+
+
+def run_without_card(code: str, *arguments: str) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(Path(models.__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", code, *arguments], env=os.environ | hidden, check=True)
+
+
+def test_graphs_that_are_planned_without_the_card_are_those_of_the_card(tmp_path):
+    run_without_card(LAPTOP_OF_SMALL_STEPS, torch.cuda.get_device_name(), str(tmp_path))
+    differences = {name: named.difference_on_card(tmp_path, name) for name in small_steps.steps()}
+    assert {name: text for name, text in differences.items() if text} == {}
 
 
 @pytest.mark.parametrize("largest", [4096, 3 * 2**20, 40 * 2**20])

@@ -59,5 +59,6 @@ def test_kernels_of_models_compile():
 
 def test_plans_that_are_made_by_name_hold_on_the_card(tmp_path, monkeypatch):
     named.write_plans(tmp_path, "NVIDIA H100 80GB HBM3")
+    named.write_graphs(tmp_path, "NVIDIA H100 80GB HBM3")
     monkeypatch.setenv(named.FOLDER_VARIABLE, str(tmp_path))
     run("check_named.py", marks="slow", interpreted=False)
