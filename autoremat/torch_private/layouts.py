@@ -17,8 +17,9 @@ def laid_out_as_saved(ops: Collection[torch._ops.OpOverload]) -> Iterator[None]:
     """Makes Inductor lay out the operands of ``ops`` as tensors that the graph returns, and keep results as they are.
 
     The layout of what a graph returns is the traced one, and readers get along with it. Any other layout is Inductor's own
-    choice, and may not be one that attention can read. Nor are the operands padded, because a plan counts their bytes. A result of ``ops`` has the layout of its operand. Inductor would copy
-    it into the traced one by a kernel of the host, which waits for no stream.
+    choice, and may not be one that attention can read. Nor are the operands padded, because a plan counts their bytes. A
+    result of ``ops`` has the layout of its operand. Inductor would copy it into the traced one by a kernel of the host, which
+    waits for no stream.
     """
     from torch._inductor.graph import GraphLowering
 
