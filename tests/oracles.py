@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Kind
+from autoremat.planner.graph.op import Constraint, Inlining, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     larger = max([own, *late, *(made_bytes(graph, i) for i in seen if reaches_the_backward(graph, i))])
     times = larger / own if own and op.inputs and larger > 8 * own else 1.0
     arithmetic = (op.seconds - op.memory_bound_seconds) * times
-    runs = max(len(stretches), 1)
+    runs = 1 if op.inlining is Inlining.NEVER else max(len(stretches), 1)  # what no reader inlines is stored
     return runs * arithmetic + (1 if extra < own else runs) * extra * graph.saving_seconds_per_byte / 2
 
 
