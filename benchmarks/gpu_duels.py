@@ -7,7 +7,6 @@ turn. All compile with Inductor.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -15,15 +14,14 @@ import gc
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
-from gpu_rows import Line, Rows, Unit
+from gpu_rows import Line, Rows, Unit, parser_of
 from gpu_steps import WARM_STEPS, Memory, Step, in_turn, memory_of, ratio_of, summary_of, training_step
 from lowering import Device
 from model_zoo import ImageLoss, TokenLoss
@@ -271,11 +269,11 @@ def plain(name: str, rehearsed: bool) -> tuple[Step, Contestant]:
     return prepared(work, compiled_rival(work, PLAIN))
 
 
-def prepared_ours(work: Workload, budget: int) -> tuple[Step, Contestant, int, str]:
+def prepared_ours(work: Workload, budget: int, **others: object) -> tuple[Step, Contestant, int, str]:
     """Returns autoremat's step and figures, its budget and a note. The smallest peak replaces a budget that is too small."""
     for attempt, note in enumerate(("", "no plan at the rival's peak: autoremat has its own smallest")):
         try:
-            options = {"memory_budget": budget, "on_planning_error": "raise"}
+            options = {"memory_budget": budget, "on_planning_error": "raise", **others}
             compiled = torch.compile(work.copy_of_model(), backend="autoremat", options=options, dynamic=False)
             return *prepared(work, compiled), budget, note
         except BackendCompilerFailed as error:
@@ -353,6 +351,12 @@ def table_of(rows: Sequence[Line]) -> Table:
     return table
 
 
+def unused_text(plans: Iterable[tuple[Line, int]]) -> str:
+    """Returns how many bytes of the replayed peaks were not allocated, from the measured memory and the peak of each plan."""
+    unused = sorted(replayed - memory["allocated_bytes"] for memory, replayed in plans)
+    return f"{unused[0]:,} to {unused[-1]:,} bytes of the replayed peaks, code headroom included, were not allocated"
+
+
 def verdict(rows: Sequence[Line]) -> str:
     over = sum(row["our_result"]["memory"]["allocated_bytes"] > row["budget_bytes"] for row in rows)
     ratios = sorted(row["ours_to_rival"] for row in rows)
@@ -360,6 +364,7 @@ def verdict(rows: Sequence[Line]) -> str:
     return "; ".join(
         [
             f"{len(rows)} duels, {over} of our peaks over their budget",
+            unused_text((row["our_result"]["memory"], row["replayed_bytes"]) for row in rows),
             f"step times, ours to the rival's: from {ratios[0]:.3f} to {ratios[-1]:.3f}",
             *(f"*: {note}" for note in notes),
         ]
@@ -367,12 +372,7 @@ def verdict(rows: Sequence[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
-    parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
-    parser.add_argument("--units", type=int, default=None, help="the most units to run")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     Device.chosen = torch.device("cuda", torch.cuda.current_device())
     dynamo_config.recompile_limit = 1000  # the code of a model is compiled once for each contestant
     dynamo_config.accumulated_recompile_limit = 1000

@@ -1,32 +1,27 @@
 """Steps on a CUDA device whose saved tensors wait on the host: peaks, moved bytes, gradients and step times.
 
 `benchmarks/gpu.py` runs this script. The budget is a share of plain Inductor's measured peak. Inductor, recomputation alone and
-recomputation with offload take steps in turn. The memory of the host is a stage of its own because copies must hide behind
-kernels, which no emulation shows.
+recomputation with offload take steps in turn. No emulation shows whether copies hide behind kernels.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 import torch._dynamo.config as dynamo_config
-from gpu_duels import PLAIN, Contestant, Workload, compiled_rival, prepared, workload
-from gpu_rows import Line, Rows, Unit
-from gpu_steps import Step, in_turn, ratio_of, summary_of
+from gpu_duels import PLAIN, Contestant, Workload, compiled_rival, prepared, prepared_ours, unused_text, workload
+from gpu_rows import Line, Rows, Unit, parser_of
+from gpu_steps import Step, in_turn, largest_difference, ratio_of, summary_of
 from lowering import Device
-from peaks import MARGIN_OF_MINIMUM, mebibytes
+from peaks import mebibytes
 from rich.table import Table
-from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
 from autoremat import host_memory
-from autoremat.basics.errors import BudgetInfeasible
 from autoremat.measure.host_link import host_link_of
 from autoremat.planner.cost import assumed_host_link
 
@@ -90,27 +85,12 @@ def gradients_of(work: Workload, step: Step) -> list[torch.Tensor]:
     return found
 
 
-def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    largest = max(float(tensor.abs().max()) for tensor in expected)
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
-
-
 def planned(work: Workload, budget: int, expected: Sequence[torch.Tensor], **options: object) -> tuple[Step, Planned]:
     """Returns the step under a budget with its figures but its time. The smallest peak replaces a budget that is too small."""
-    for _ in range(2):
-        try:
-            chosen = {"memory_budget": budget, "on_planning_error": "raise", **options}
-            step, result = prepared(
-                work, torch.compile(work.copy_of_model(), backend="autoremat", options=chosen, dynamic=False)
-            )
-            break
-        except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, BudgetInfeasible):
-                raise
-            budget = int(error.inner_exception.minimum_bytes * MARGIN_OF_MINIMUM)
+    step, result, budget, _ = prepared_ours(work, budget, **options)
     report = autoremat.reports()[-1]
     before = host_memory.statistics(Device.chosen)
-    error = difference(gradients_of(work, step), expected)
+    error = largest_difference(gradients_of(work, step), expected)
     after, stored = host_memory.statistics(Device.chosen), report.stored
     return step, Planned(
         result=result,
@@ -132,7 +112,7 @@ def row(name: str, share: float, rehearsed: bool) -> Line:
     work = workload(name, rehearsed)
     plain_step, plain = prepared(work, compiled_rival(work, PLAIN))
     expected = gradients_of(work, plain_step)
-    repeated = difference(gradients_of(work, plain_step), expected)
+    repeated = largest_difference(gradients_of(work, plain_step), expected)
     budget = int(share * plain.memory.allocated_bytes)
     steps, found = {PLAIN: plain_step}, {}
     steps[ALONE], found[ALONE] = planned(work, budget, expected)
@@ -189,31 +169,28 @@ def table_of(rows: Sequence[Line]) -> Table:
 
 def verdict(rows: Sequence[Line]) -> str:
     """Returns how offload compares with recomputation alone."""
-    over = sum(
-        row[way]["result"]["memory"]["allocated_bytes"] > row[way]["budget_bytes"]
-        for row in rows
-        for way in ("alone", "together")
-    )
+    ways = [row[way] for row in rows for way in ("alone", "together")]
+    plans = [(one["result"]["memory"], one["replayed_bytes"]) for one in ways]
+    over = sum(one["result"]["memory"]["allocated_bytes"] > one["budget_bytes"] for one in ways)
     wrong = sum(
         not row["together"]["planned_moved_bytes"] == row["together"]["to_host_bytes"] == row["together"]["from_host_bytes"]
         for row in rows
     )
     ratios = sorted(row["together"]["result"]["seconds"] / row["alone"]["result"]["seconds"] for row in rows)
     rates = ", ".join(f"{rows[-1][key] / 1e9:.1f}" for key in ("to_host", "from_host"))
-    return (
-        f"{len(rows)} rows; {over} peaks over their budget; {wrong} move other bytes than planned; step times with offload to "
-        f"those without: from {ratios[0]:.3f} to {ratios[-1]:.3f}; the link, GB/s to the host and from it: {rates}, "
-        f"and {rows[-1]['both_ways']:.0%} of that both ways"
+    return "; ".join(
+        [
+            f"{len(rows)} rows; {over} peaks over their budget",
+            unused_text(plans),
+            f"{wrong} move other bytes than planned",
+            f"step times with offload to those without: from {ratios[0]:.3f} to {ratios[-1]:.3f}",
+            f"the link, GB/s to the host and from it: {rates}, and {rows[-1]['both_ways']:.0%} of that both ways",
+        ]
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
-    parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
-    parser.add_argument("--units", type=int, default=None, help="the most units to run")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     Device.chosen = torch.device("cuda", torch.cuda.current_device())
     dynamo_config.recompile_limit = 1000  # the code of a model is compiled once for each contestant
     dynamo_config.accumulated_recompile_limit = 1000

@@ -8,17 +8,15 @@ budget, both by the simulator. Each row has the peak of the plan, the replayed p
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import model_zoo
 import torch
-from gpu_rows import Line, Rows, Skipped, Unit
-from gpu_steps import WARM_STEPS, Memory, in_turn, memory_of, reserved_bytes, summary_of, training_step
+from gpu_rows import Line, Rows, Skipped, Unit, parser_of
+from gpu_steps import WARM_STEPS, Memory, in_turn, largest_difference, memory_of, reserved_bytes, summary_of, training_step
 from lowering import PATIENT, Device, build, planned, replayed_peaks, uncached, watching
 from peaks import MARGIN_OF_MINIMUM, SHARES, mebibytes
 from rich.table import Table
@@ -147,11 +145,6 @@ def budgeted(name: str, mode: str, share: float, budget: int) -> Row:
     )
 
 
-def largest_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    largest = max(float(tensor.abs().max()) for tensor in expected)
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
-
-
 def not_recorded() -> Line:
     raise Skipped("the emulated card records CUDA graphs and cannot replay them")
 
@@ -219,22 +212,20 @@ def reserved_cells(row: Line) -> tuple[str, str, str]:
 def verdict(rows: Sequence[Line]) -> str:
     """Returns how the predictions compare with the card."""
     counted = "reserved_bytes" if rows[0]["mode"] == "reserved" else "allocated_bytes"
-    over = [f"{row['model']} at {row['share']:.0%}" for row in rows if row["measured"][counted] > row["budget_bytes"]]
+    excess = {f"{row['model']} at {row['share']:.0%}": row["measured"][counted] - row["budget_bytes"] for row in rows}
+    over = [f"{name} by {by:,} bytes" for name, by in excess.items() if by > 0]
     errors = sorted(map(to_replayed, rows))
+    parts = [f"{len(rows)} rows", ": ".join([f"{len(over)} over their budget", *([", ".join(over)] if over else [])])]
+    if rows[0]["pool_bytes"] is None:
+        beyond = sorted(row["measured"]["allocated_bytes"] - row["replayed_bytes"] for row in rows)
+        parts.append(f"allocated less replayed from {beyond[0]:,} to {beyond[-1]:,} bytes")
     needed = "allocated" if rows[0]["pool_bytes"] is None else "segments since compilation"
-    return (
-        f"{len(rows)} rows; {len(over)} over their budget{': ' * bool(over)}{', '.join(over)}; {needed} against replayed from "
-        f"{errors[0]:+.1%} to {errors[-1]:+.1%}"
-    )
+    return "; ".join([*parts, f"{needed} against replayed from {errors[0]:+.1%} to {errors[-1]:+.1%}"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
-    parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
+    parser = parser_of(__doc__)
     parser.add_argument("--stage", choices=MODES, required=True)
-    parser.add_argument("--units", type=int, default=None, help="the most units to run")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models and one budget")
     arguments = parser.parse_args()
     for size, amount in (TINY if arguments.rehearse else SIZES).items():
         setattr(model_zoo, size, amount)

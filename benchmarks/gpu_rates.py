@@ -7,17 +7,15 @@ time of its memory traffic, which is the same, or that of its arithmetic.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
-from gpu_rows import Line, Rows, Skipped, Unit
+from gpu_rows import Line, Rows, Skipped, Unit, parser_of
 from gpu_steps import in_turn, summary_of
 from rich.table import Table
 from torch.nn import functional as F
@@ -263,12 +261,7 @@ def verdict(rows: Sequence[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
-    parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
-    parser.add_argument("--units", type=int, default=None, help="the most units to run")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     dynamo_config.recompile_limit = 1000  # each size and length of a chain is compiled by itself
     units = [Unit(kind, functools.partial(measured, kind, arguments.rehearse)) for kind in KINDS]
     Rows(arguments.rows).run("rates", units, arguments.until, arguments.units)

@@ -6,6 +6,7 @@ reason why the unit was skipped. A unit that has ended is not begun again.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 import traceback
@@ -24,6 +25,16 @@ Line = dict[str, Any]
 
 class Skipped(Exception):
     """A unit cannot run here. The text says why."""
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of a script that runs the units of a stage."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
+    parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
+    parser.add_argument("--units", type=int, default=None, help="the most units to run")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
+    return parser
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,12 @@ def reserved_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_stats()["reserved_bytes.all.current"]
+
+
+def largest_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Returns the largest difference of two gradients, over the largest element of ``expected``."""
+    largest = max(float(tensor.abs().max()) for tensor in expected)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
 
 
 @dataclass(frozen=True)
