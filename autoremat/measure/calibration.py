@@ -207,12 +207,13 @@ def _curves(
 ) -> tuple[dict[str, Curve], set[str]]:
     """Returns the curves through measured points without the overhead of a call, and the names with implausible points."""
     curves, implausible = dict[str, Curve](), set[str]()
-    for name, whole in sorted(found.items(), key=lambda pair: pair[0] != curve_name(Rate.STREAM)):
-        overhead = overheads["call" if recipes[name].rate in FUSED else "launch"]
-        if recipes[name].rate in FUSED and device.type == "cuda":
-            # What a CPU's cache holds, a card moves: arithmetic is what remains.
-            overhead += max(curves[curve_name(Rate.STREAM)].seconds(ELEMENT_BYTES * amount) for amount in whole)
-        points = {amount: max(seconds - overhead, LEAST_SHARE * seconds) for amount, seconds in whole.items()}
+    for name, whole in sorted(found.items(), key=lambda pair: recipes[pair[0]].rate in FUSED):  # after that of streams
+        overhead, moving = overheads["launch"], dict.fromkeys(whole, 0.0)
+        if recipes[name].rate in FUSED:
+            overhead = overheads["call"]
+        if recipes[name].rate in FUSED and device.type == "cuda":  # what a CPU's cache holds, a card moves
+            moving = {amount: curves[curve_name(Rate.STREAM)].seconds(ELEMENT_BYTES * amount) for amount in whole}
+        points = {amount: max(seconds - overhead - moving[amount], LEAST_SHARE * seconds) for amount, seconds in whole.items()}
         plausible = _plausible(recipes[name], points, device)
         if points:
             curves[name] = Curve.through((plausible or _by_datasheet(recipes[name], points, device)).items())

@@ -15,10 +15,11 @@ from layers import SOURCES
 
 from autoremat.basics.errors import UnsupportedTorchError
 from autoremat.torch_private import names
-from autoremat.torch_private.names import NAMES, read, resolve
+from autoremat.torch_private.name_table import NAMES
+from autoremat.torch_private.names import read, resolve
 from autoremat.torch_private.private_name import MINOR, PrivateName
 
-TABLE = SOURCES["torch_private.names"]
+TABLE = SOURCES["torch_private.name_table"]
 
 DOTTED = {re.sub(r"[:!]", ".", row.where.partition("(")[0]) for row in NAMES}
 PARTS = {part for row in NAMES for part in re.findall(r"\w+", row.where)}

@@ -123,15 +123,15 @@ TF32 = "tf32"
 """The type of float32 operands that may be rounded."""
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+FIRST_BFLOAT16, FIRST_FLOAT8 = (8, 0), (8, 9)
+"""The capabilities from which tensor cores multiply these types. Their float8 rate is twice the 16-bit rate."""
+
 SPECIAL_UNITS = 16
 """Units of a multiprocessor for exponentials and the like since Volta (CUDA C++ Programming Guide, arithmetic instructions).
 AMD's compute units have as many."""
 
 FEW_LANES, LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}, 128
 """Multiplications and additions of float32 that a multiprocessor does in a clock cycle, by capability, and elsewhere."""
-
-FIRST_BFLOAT16, FIRST_FLOAT8 = (8, 0), (8, 9)
-"""The capabilities from which tensor cores multiply these types. Their float8 rate is twice the 16-bit rate."""
 
 POWER_LIMITED = {"L40S": 0.59, "MI300X": 0.51}
 """Shares of the FLOPs that products reach on cards whose power limits them further than others of their architecture."""

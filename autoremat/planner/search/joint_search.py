@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -272,20 +272,20 @@ class JointSearch:
         """
         fitting = self._best(budget)
         segmentations = [candidate.segmentation, *([] if fitting is None else [fitting.segmentation])]
+
+        def rank(tried: Candidate) -> tuple[int, float]:
+            return max(0, self.grouped(tried.plan).least_bytes - budget), tried.plan.cost_seconds
+
         for _ in range(settings.mending_rounds):
             grouped = self.grouped(candidate.plan)
             if grouped.least_bytes <= budget:
                 return candidate
-            saved, options = frozenset(candidate.plan.saved), list[tuple[int, float, int, Candidate]]()
-            for value in grouped.binding()[: settings.mending_values]:
-                fewer = admissible(self.graph, saved - {value})
-                for one in segmentations if fewer != saved else ():
-                    tried = Candidate(self.search.plan(fewer, one, "mended"), one)
-                    excess = max(0, self.grouped(tried.plan).least_bytes - budget)
-                    options.append((excess, tried.plan.cost_seconds, len(options), tried))
-            if not options or self._has_passed():
+            saved, values = frozenset(candidate.plan.saved), grouped.binding()[: settings.mending_values]
+            fewer = [some for some in (admissible(self.graph, saved - {value}) for value in values) if some != saved]
+            if not fewer or self._has_passed():
                 return None
-            *_, candidate = min(options)
+            options = (Candidate(self.search.plan(some, s, "mended"), s) for some, s in product(fewer, segmentations))
+            candidate = min(options, key=rank)
         return None
 
     def _by_recreation(self, budget: int) -> None:
