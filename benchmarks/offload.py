@@ -91,11 +91,11 @@ class Row:
     least_without: float
 
 
-def llama(layers: int, batch: int) -> Step:
+def llama(layers: int, batch: int, vocabulary: int = 128_256) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=vocabulary,
         num_hidden_layers=layers, max_position_embeddings=8192, use_cache=False, rope_theta=500000.0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
@@ -183,6 +183,7 @@ def experts(layers: int, batch: int) -> Step:
 MODELS: dict[str, tuple[Callable[[], Step], tuple[float, ...]]] = {
     "llama-8b/8": (lambda: llama(8, 1), (0.5, 0.4, 0.35, 0.3, 0.288)),
     "llama-8b/8, batch 4": (lambda: llama(8, 4), (0.4, 0.3, 0.2, 0.15, 0.112)),
+    "llama-8b/8, small head": (lambda: llama(8, 1, 32_000), (0.5, 0.3, 0.26, 0.2545, 0.2505)),
     "gpt2-medium": (lambda: gpt2(16), (0.5, 0.364, 0.3, 0.25, 0.1725)),
     "vit-large": (lambda: vit(128), (0.5, 0.3, 0.2, 0.1, 0.054)),
     "resnet-50": (lambda: resnet(256), (0.7, 0.5, 0.4, 0.3, 0.17)),
