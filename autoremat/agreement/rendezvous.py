@@ -158,12 +158,11 @@ class _Place:
     def abandon(self, error: BaseException, is_first: bool) -> None:
         """Tells the other ranks that this one does not wait any longer because of ``error``."""
         told = {"error": described(error), "rank": self.channel.rank}
-        if is_first:
+        found = self.channel.read(f"{self.name}/members")
+        if found is None and is_first:
             self.channel.write(f"{self.name}/members", told)
             self.channel.linger(f"{self.name}/heard", len(self.expected) - 1, LINGER)
-            return
-        found = self.channel.read(f"{self.name}/members")
-        if found is None or self.channel.rank in found.get("members", ()):  # as a member of the session to come
+        elif found is None or self.channel.rank in found.get("members", ()):  # as a member of the session to come
             self.channel.write(f"{self.name}/1/{self.channel.rank}", told)
             self.channel.write_first(f"{self.name}/1/result", told)
 

@@ -228,22 +228,43 @@ def test_a_rank_that_has_never_registered_is_waited_for_until_half_of_the_timeou
         joining._tell_of_missing(found, "here", channel)
 
 
+@pytest.mark.parametrize("others_know", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("interrupted", [0, 1])
-def test_an_interrupt_of_a_rank_that_waits_for_others_reaches_them(monkeypatch, interrupted):
-    """The interrupted rank lives on, as in a notebook. It is the first to arrive or not, and would have led or not."""
-    true = meetings.wait_for
+def test_an_interrupt_of_a_rank_that_waits_for_others_reaches_them(monkeypatch, interrupted, first, others_know):
+    """The interrupted rank lives on, as in a notebook. It is the first to arrive or not, and would have led or not.
 
-    def wait_for(channel, key, writer):
+    The other rank reads the members before the interrupt, or only after it.
+    """
+    wait_for, write_first = meetings.wait_for, Channel.write_first
+    arrived, known, told = threading.Event(), threading.Event(), threading.Event()
+
+    def arrive(channel, key, value):
+        found = write_first(channel, key, value)
+        arrived.set()
+        return found
+
+    def wait(channel, key, writer):
         if channel.rank == interrupted:
+            assert not others_know or known.wait(LONG)
             raise KeyboardInterrupt
-        return true(channel, key, writer)
+        assert others_know or interrupted != first or told.wait(LONG)
+        found = wait_for(channel, key, writer)
+        known.set()
+        return found
 
-    monkeypatch.setattr(meetings, "wait_for", wait_for)
+    monkeypatch.setattr(meetings, "wait_for", wait)
+    monkeypatch.setattr(Channel, "write_first", arrive)
     through = threading.Barrier(2)
 
     def body(channel):
+        assert channel.rank == first or arrived.wait(LONG)
+        rendezvous = Rendezvous(channel)
         try:
-            return Session(channel, Rendezvous(channel).meet("here", range(2))).round("begin", None, lambda parts: None)
+            return Session(channel, rendezvous.meet("here", range(2))).round("begin", None, lambda parts: None)
+        except KeyboardInterrupt:
+            told.set()
+            raise
         finally:
             through.wait(LONG)
 
