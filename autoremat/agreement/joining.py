@@ -94,17 +94,17 @@ def session_at(
         return
     now("waiting for the other ranks")
     meeting = present.rendezvous.meet(place, ranks, set(elsewhere) - {present.channel.rank}, communicates)
-    if meeting.missing:
-        _tell_of_missing(meeting, place, present.channel)
-    for rank in meeting.members:
-        present.channel.failures.pop(rank, None)  # it has survived them
     session = None if len(meeting.members) == 1 else Session(present.channel, meeting)
     try:
+        if meeting.missing:
+            _tell_of_missing(meeting, place, present.channel)
+        for rank in meeting.members:
+            present.channel.failures.pop(rank, None)  # it has survived them
         yield session
     except BaseException as error:
+        if session is not None:
+            session.fail(error)
         with contextlib.suppress(AgreementError):
-            if session is not None:
-                session.fail(error)
             if len(meeting.members) < present.job.world_size:
                 present.presence.tell(f"failed while it compiled {place}", error)
         raise

@@ -21,7 +21,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,13 +100,12 @@ class Rendezvous:
 
         Ranks may do so differently often. Each comes to the first meeting whose members are not settled.
         """
-        number = self.channel.count(f"again/{digest}", 0)
+        key = f"again/{digest}"
+        number = self.channel.count(key, 0)
         while True:
-            name = f"again/{digest}/{number}"
-            meeting = _Place(self, place, digest, name, 1, ranks, communicates=False).meet(elsewhere)
+            name = f"{key}/{number}"
+            meeting = _Place(self, place, digest, name, 1, ranks, communicates=False, recompilations=key).meet(elsewhere)
             if self.channel.rank in meeting.members:
-                if self.channel.rank == meeting.members[0]:
-                    self.channel.count(f"again/{digest}")
                 self.apart = (self.apart | set(meeting.missing)) - set(meeting.members)
                 return meeting
             number += 1
@@ -123,6 +122,8 @@ class _Place:
     occurrence: int
     expected: frozenset[int]
     communicates: bool = True
+    recompilations: str | None = None
+    """The key at which settled recompilations of this place are counted, if this is one."""
     arrived: dict[int, list[int]] = field(default_factory=dict)
     """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
     pulses: dict[int, Pulse] = field(default_factory=dict)
@@ -136,7 +137,6 @@ class _Place:
 
     def meet(self, elsewhere: Collection[int]) -> Meeting:
         """Returns the meeting, once its members are known."""
-        first = None
         try:
             self.channel.write(f"{self.name}/came/{self.channel.rank}", True)
             self.channel.write(f"at/{self.channel.rank}", self.name)
@@ -144,27 +144,32 @@ class _Place:
             number = self.channel.count(f"{self.name}/count")
             self.channel.write(f"{self.name}/arrival/{number}", {"rank": self.channel.rank, "elsewhere": sorted(elsewhere)})
             if first == self.channel.rank:
-                self.channel.write(f"{self.name}/members", self.gathered())
+                self.settle(self.gathered())
             found = wait_for(self.channel, f"{self.name}/members", first)
         except BaseException as error:
             with contextlib.suppress(AgreementError):
-                self.abandon(error, first == self.channel.rank)
+                self.abandon({"error": described(error), "rank": self.channel.rank})
             raise
         if "error" in found:
             self.channel.count(f"{self.name}/heard")
             raise restored(found["error"], first, self.channel)
         return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]), found["is_needed"])
 
-    def abandon(self, error: BaseException, is_first: bool) -> None:
-        """Tells the other ranks that this one does not wait any longer because of ``error``."""
-        told = {"error": described(error), "rank": self.channel.rank}
-        found = self.channel.read(f"{self.name}/members")
-        if found is None and is_first:
-            self.channel.write(f"{self.name}/members", told)
+    def settle(self, outcome: Mapping[str, Any]) -> None:
+        """Ends the wait of all ranks with the members or with an error. Later recompilations meet under another name."""
+        if self.recompilations is not None:
+            self.channel.count(self.recompilations)
+        self.channel.write(f"{self.name}/members", outcome)
+
+    def abandon(self, told: Mapping[str, Any]) -> None:
+        """Tells the other ranks that this one does not wait any longer because of an error."""
+        # If this rank is a member after all, it is so as the leader of the session to come or not. Else nobody reads these.
+        self.channel.write(f"{self.name}/1/{self.channel.rank}", told)
+        self.channel.write(f"{self.name}/1/result/{self.channel.rank}", told)
+        is_first = self.channel.read(f"{self.name}/first") == self.channel.rank
+        if is_first and not self.channel.has(f"{self.name}/members"):
+            self.settle(told)
             self.channel.linger(f"{self.name}/heard", len(self.expected) - 1, LINGER)
-        elif found is None or self.channel.rank in found.get("members", ()):  # as a member of the session to come
-            self.channel.write(f"{self.name}/1/{self.channel.rank}", told)
-            self.channel.write_first(f"{self.name}/1/result", told)
 
     def gathered(self) -> dict[str, Any]:
         """Returns the members, and the ranks that were expected and did not come in time."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from autoremat.agreement.channel import Channel
 from autoremat.agreement.presence import LINGER, wait_for
@@ -65,77 +65,68 @@ class Session:
         if self.failed:
             raise AgreementError("an error has ended this compilation on all ranks that share it", self.channel.rank)
         self.number += 1
-        return self._lead(topic, part, decide) if self.leads else self._follow(topic, part)
+        try:
+            return self._lead(topic, part, decide) if self.leads else self._follow(topic, part)
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Ends the session on all members with ``error``, unless an error has ended it already."""
-        if self.failed:
-            return
-        self.failed = True
-        self.number += 1
-        if self.leads:
-            self._end(described(error), self.leader)
-        else:
-            self.channel.write(self._part(self.channel.rank), {"error": described(error)})
-            self.channel.count(self._heard)  # the leader may have failed as well, and lingers until all know
-
-    @property
-    def _result(self) -> str:
-        return f"{self.meeting.name}/{self.number}/result"
+        if not self.failed:
+            with contextlib.suppress(AgreementError):  # the store has gone
+                self._end(described(error), self.channel.rank)
 
     @property
     def _heard(self) -> str:
         return f"{self.meeting.name}/heard"
 
-    def _part(self, rank: int) -> str:
-        return f"{self.meeting.name}/{self.number}/{rank}"
+    def _part(self, rank: int, number: int) -> str:
+        return f"{self.meeting.name}/{number}/{rank}"
+
+    def _result(self, number: int) -> str:
+        return f"{self.meeting.name}/{number}/result/{self.leader}"
 
     def _follow(self, topic: str, part: Any) -> Any:
         """Sends ``part`` and returns the leader's result."""
-        self.channel.write(self._part(self.channel.rank), {"topic": topic, "part": part})
-        try:
-            result = wait_for(self.channel, self._result, self.leader)
-        except BaseException as error:
-            self.failed = True
-            with contextlib.suppress(AgreementError):  # the leader may live after all, and reads the error with the parts
-                self.channel.write(self._part(self.channel.rank), {"error": described(error)})
-            raise
+        self.channel.write(self._part(self.channel.rank, self.number), {"topic": topic, "part": part})
+        result = wait_for(self.channel, self._result(self.number), self.leader)
         if "error" in result:
+            self.failed = True
             self.channel.count(self._heard)
-            self._raise(result["error"], result.get("rank", self.leader))
+            raise restored(result["error"], result["rank"], self.channel)
         return result["value"]
 
     def _lead(self, topic: str, part: Any, decide: Callable[[Parts], Any]) -> Any:
         """Returns the result of all parts, after it has been sent to all members."""
         parts = {self.leader: part}
-        try:
-            for rank in self.members[1:]:
-                sent = wait_for(self.channel, self._part(rank), rank)
-                if "error" in sent:
-                    self._end(sent["error"], rank)
-                    self._raise(sent["error"], rank)
-                if sent["topic"] != topic:
-                    raise AgreementError(
-                        f"rank {rank} is at {sent['topic']!r} of a compilation while rank {self.leader} is at {topic!r}: their "
-                        'caches or settings of torch differ. Make these equal, or pass the option agreement="off"'
-                    )
-                parts[rank] = sent["part"]
-            value = decide(parts)
-        except BaseException as error:
-            if not self.failed:
-                self._end(described(error), self.leader)
-            raise
-        self.channel.write(self._result, {"value": value})
+        for rank in self.members[1:]:
+            sent = wait_for(self.channel, self._part(rank, self.number), rank)
+            if "error" in sent:
+                self._end(sent["error"], rank)
+                raise restored(sent["error"], rank, self.channel)
+            if sent["topic"] != topic:
+                raise AgreementError(
+                    f"rank {rank} is at {sent['topic']!r} of a compilation while rank {self.leader} is at {topic!r}: their "
+                    'caches or settings of torch differ. Make these equal, or pass the option agreement="off"'
+                )
+            parts[rank] = sent["part"]
+        value = decide(parts)
+        self.channel.write(self._result(self.number), {"value": value})
         # Nobody reads these parts again, nor the result before, which all members have read.
-        self.channel.delete([*map(self._part, self.members[1:]), f"{self.meeting.name}/{self.number - 1}/result"])
+        read = [self._part(rank, self.number) for rank in self.members[1:]]
+        self.channel.delete([*read, self._result(self.number - 1)])
         return value
 
     def _end(self, error: Mapping[str, Any], rank: int) -> None:
-        """Tells all members, as their leader, that the session ends with an error of rank ``rank``."""
+        """Tells the members that the session ends with an error of ``rank``. They are in this round, or in the next one."""
+        for number in (self.number, self.number + 1):
+            if self.leads:
+                self.channel.write(self._result(number), {"error": error, "rank": rank})
+            else:
+                self.channel.write(self._part(self.channel.rank, number), {"error": error})
         self.failed = True
-        self.channel.write(self._result, {"error": error, "rank": rank})
-        self.channel.linger(self._heard, len(self.members) - 1, LINGER)
-
-    def _raise(self, error: Mapping[str, Any], rank: int) -> NoReturn:
-        self.failed = True
-        raise restored(error, rank, self.channel)
+        if self.leads:
+            self.channel.linger(self._heard, len(self.members) - 1, LINGER)
+        else:
+            self.channel.count(self._heard)  # the leader may have failed as well, and lingers until all know

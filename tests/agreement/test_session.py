@@ -255,8 +255,8 @@ def test_a_round_leaves_no_data_of_earlier_ones():
         stores.append(channel)
 
     together(body, 2)
-    assert not any(map(stores[0].has, ("test/1/result", "test/1/1", "test/2/1")))
-    assert stores[0].has("test/2/result"), "a member may still read the last result"
+    assert not any(map(stores[0].has, ("test/1/result/0", "test/1/1", "test/2/1")))
+    assert stores[0].has("test/2/result/0"), "a member may still read the last result"
 
 
 def test_a_store_that_has_gone_is_an_agreement_error():
