@@ -187,7 +187,7 @@ def attempt_of(planned: BudgetedGraph, step: Again, lowered: Lowered, codes: Cod
     """Returns the facts about an attempt that decisions depend on. Adds the allocations of its code to ``codes``."""
     headroom = step.headroom_bytes + planned.fragmentation_bytes
     known = codes.note(headroom, lowered.allocations)
-    allocated = {half: peak + planned.plan.timeline.beside_bytes for half, peak in lowered.code_peaks.items()}
+    allocated = _allocated_peaks(planned, lowered.code_peaks, known)
     counted = _reserved_peaks(planned, allocated, known) if planned.bounds_reserved else None
     return Attempt(
         headroom_bytes=headroom,
@@ -206,6 +206,22 @@ def attempt_of(planned: BudgetedGraph, step: Again, lowered: Lowered, codes: Cod
     )
 
 
+def _allocated_peaks(
+    planned: BudgetedGraph, replayed: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
+) -> dict[bool, int]:
+    """Returns the peaks of the halves with generated code, beside all else that is allocated. Blocks of CUDA count whole."""
+    plan, count = planned.plan, planned.count
+    allocated = {half: peak + plan.timeline.beside_bytes for half, peak in replayed.items()}
+    if count is None or not allocated.keys() <= known.keys():
+        return allocated
+    return {half: peak + count.code_unsplit_bytes(plan, _until(half, known)) for half, peak in allocated.items()}
+
+
+def _until(half: bool, known: Mapping[bool, HalfAllocations]) -> Mapping[bool, HalfAllocations]:
+    """Returns the halves that have run when ``half`` ends."""
+    return known if half else {False: known[False]}
+
+
 def _reserved_peaks(
     planned: BudgetedGraph, allocated: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
 ) -> dict[bool, int]:
@@ -217,8 +233,7 @@ def _reserved_peaks(
     if not allocated.keys() <= known.keys():
         fragmentation = planned.count.plan_bytes(planned.plan) - planned.plan.peak_bytes - planned.code_headroom_bytes
         return {half: peak + max(0, fragmentation) for half, peak in allocated.items()}
-    found = {half: known if half else {False: known[False]} for half in allocated}
-    return {half: planned.count.code_bytes(planned.plan, halves) for half, halves in found.items()}
+    return {half: planned.count.code_bytes(planned.plan, _until(half, known)) for half in allocated}
 
 
 def _decision(

@@ -11,7 +11,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.planner.memory.allocations import Allocations, HalfAllocations, beside_sizes, joined, simulated
 from autoremat.planner.memory.allocator_settings import AllocatorSettings
-from autoremat.planner.memory.reserved import Reserved, reserved_bytes, reserved_for
+from autoremat.planner.memory.reserved import Reserved, reserved_bytes, reserved_for, unsplit_bytes
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.request.limits import Limits
@@ -60,6 +60,10 @@ class Count:
     def code_bytes(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> int:
         """Returns the reserved bytes of the generated code of ``plan``, of which one half may be missing."""
         return reserved_bytes(self._step(plan, _of_halves(halves)), self.settings)
+
+    def code_unsplit_bytes(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> int:
+        """Returns the bytes of blocks beside the requested ones at the peak of the generated code of ``plan``."""
+        return unsplit_bytes(self._step(plan, _of_halves(halves)), self.settings)
 
     def code_report(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> Reserved:
         """Returns all figures of the generated code of ``plan``."""

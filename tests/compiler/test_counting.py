@@ -11,7 +11,9 @@ from autoremat.basics.errors import BudgetInfeasible, OptionsError, OptionWarnin
 from autoremat.compiler import counting
 from autoremat.compiler.attempts import Attempt, Purpose, allocated_peak_bytes, code_peak_bytes
 from autoremat.options.options import Options
+from autoremat.planner.memory.allocations import FREED, Allocations
 from autoremat.planner.memory.allocator_settings import MIB, AllocatorSettings
+from autoremat.planner.memory.reserved import unsplit_bytes
 from autoremat.torch_private import allocator, named_card
 from autoremat.torch_private.private_name import MINOR
 
@@ -168,3 +170,13 @@ def test_generated_code_keeps_to_a_budget_on_reserved_bytes(free):
     assert raised.value.allocated_bytes < raised.value.minimum_bytes
     fitting = explained(lower=True, memory_budget=raised.value.minimum_bytes, count="reserved")
     assert fitting.reserved.bytes <= raised.value.minimum_bytes
+
+
+@pytest.mark.parametrize(("pooled", "settings", "rest"), [
+    (frozenset(), AllocatorSettings(), 1.5),  # segments of 14 and 16 MiB; small blocks share one
+    (frozenset({0}), AllocatorSettings(), 1.5),
+    (frozenset(), AllocatorSettings(expandable_segments=True), 0),
+])  # fmt: skip
+def test_the_rest_of_a_block_that_is_not_split_off_counts(pooled, settings, rest):
+    events = ((0, int(13.25 * MIB)), (1, int(15.25 * MIB)), (2, 600 * 1024), (1, FREED), (0, FREED), (2, FREED))
+    assert unsplit_bytes(Allocations(events, pooled), settings) == int(rest * MIB)

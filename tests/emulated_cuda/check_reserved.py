@@ -74,3 +74,16 @@ def test_a_network_reserves_what_its_code_predicts():
 @pytest.mark.parametrize("name", ["llama"])
 def test_a_model_allocates_in_the_sequence_that_its_code_predicts(name):
     check(small_models.build(name), 0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [13_977_600, 0.55, 0.75])
+def test_a_budget_bounds_whole_blocks(budget):
+    """The allocator counts a block whole if it does not split off the rest. The plan for 55 % requests 13,977,600 bytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        step = planned_step(*on_card(blocks()), cost_model="roofline", memory_budget=budget)
+    own = step.result.allocations
+    assert own is not None
+    found = reserved_for(own, AllocatorSettings()).allocated_bytes
+    assert found + step.report.code_headroom_bytes == step.report.compiled_peak_bytes <= step.report.budget_bytes

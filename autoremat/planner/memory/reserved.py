@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autoremat.planner.memory.allocations import FREED, Allocations, Event
 from autoremat.planner.memory.allocator_settings import AllocatorSettings
-from autoremat.planner.memory.caching_allocator import Block, CachingAllocator, OutOfMemory
+from autoremat.planner.memory.caching_allocator import Block, CachingAllocator, OutOfMemory, rounded
 
 STEPS = 2
 """Steps that are replayed. The second one finds the segments of the first, cut into other pieces."""
@@ -67,6 +68,19 @@ def reserved_for(allocations: Allocations, settings: AllocatorSettings, of_code:
 def reserved_bytes(allocations: Allocations, settings: AllocatorSettings) -> int:
     """Returns the bytes reserved for a step. The pool of CUDA graphs has segments of its own."""
     return sum(_replayed(events, settings).peak_reserved_bytes for events in _split(allocations))
+
+
+def unsplit_bytes(allocations: Allocations, settings: AllocatorSettings) -> int:
+    """Returns the bytes that are allocated at the peak beside the requested ones, by a replay from an empty device.
+
+    The allocator leaves the rest of a block with it if the rest is small, and counts the whole block as allocated.
+    """
+    found = 0
+    for events in _split(allocations):
+        sizes = {number: rounded(size, settings) for number, size in events if size != FREED}
+        changes = [-sizes[number] if size == FREED else sizes[number] for number, size in events]
+        found += _replayed(events, settings).peak_allocated_bytes - max(accumulate(changes), default=0)
+    return found
 
 
 def _split(allocations: Allocations) -> tuple[Sequence[Event], Sequence[Event]]:
