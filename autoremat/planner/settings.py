@@ -176,11 +176,16 @@ class JointSearchSettings:
     mended_plans: int = 3
     """Number of plans whose saved sets are mended: the cheapest that no stays bring down."""
     mending_rounds: int = 6
-    """Most values that are dropped from such a saved set."""
+    """Most times that values are dropped from such a saved set: one where the peak is, and one at each other place nearly as
+    high."""
+    mending_share: float = 0.95
+    """Share of the peak that counts as nearly as high."""
     mending_values: int = 4
-    """Number of values of which the best one is dropped."""
+    """Number of values at each place of which the best one is dropped."""
     least_peak_plans: int = 8
     """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
+    least_peak_rounds: int = 24
+    """Most times that values are dropped from the plan that saves everything, for the least peak."""
     least_peak_descents: int = 4
     """Number of these plans that are brought down: those that stays could bring down most."""
     least_peak_levels: int = 5

@@ -19,7 +19,7 @@ from autoremat.planner.graph.arrays import Flags, Numbers
 from autoremat.planner.graph.forms import Engine, Form
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.memory.fusion import fusion_in
-from autoremat.planner.memory.live_ranges import Buffers
+from autoremat.planner.memory.live_ranges import Buffers, LiveRange
 from autoremat.planner.plans.plan import Plan
 
 
@@ -100,13 +100,30 @@ class GroupedPlan:
         found: Numbers = self.bytes + np.cumsum(change)[:-1] - others
         return found
 
-    def binding(self) -> list[int]:
-        """Returns the saved values that are live where no stays free enough: at :attr:`least_bytes`. The largest come first."""
-        group = int(self._least_bytes_at.argmax())
+    def in_the_way(self, level: int) -> list[frozenset[int]]:
+        """Returns saved values that are live where no stays free enough for ``level`` bytes.
+
+        The first set has the largest value at the fullest group of each stretch of such groups, the next one the second
+        largest.
+        """
+        over = np.flatnonzero(self._least_bytes_at > level)
+        found: dict[int, set[int]] = {}
+        for stretch in np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if len(over) else []:
+            for rank, value in enumerate(self._in_the_way_at(int(stretch[self._least_bytes_at[stretch].argmax()]))):
+                found.setdefault(rank, set()).add(value)
+        return [frozenset(found[rank]) for rank in sorted(found)]
+
+    def _in_the_way_at(self, group: int) -> list[int]:
+        """Returns the saved values that are live at a group under any stays. The largest come first."""
         first, last = self.begins[group], self.ends[group]
         away = {one.value for one in self.storables if one.free < group < one.need}
-        live = {r.value: r.bytes for r in self.plan.timeline.live_ranges.of_values() if r.start <= last and r.end >= first}
-        return sorted((self.plan.saved & live.keys()) - away, key=lambda value: (-live[value], value))
+        live = {r.value: r.bytes for r in self._saved_ranges if r.start <= last and r.end >= first}
+        return sorted(live.keys() - away, key=lambda value: (-live[value], value))
+
+    @cached_property
+    def _saved_ranges(self) -> list[LiveRange]:
+        """The live ranges of saved values."""
+        return [one for one in self.plan.timeline.live_ranges.of_values() if one.value in self.plan.saved]
 
     @cached_property
     def store_rate(self) -> float:

@@ -70,7 +70,8 @@ class JointSearch:
         """The plan with stays of the least peak that was found, at any number of seconds; None if no stays lower the peak."""
         by_peak = sorted(self.unfilled, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds))
         by_cost = sorted(self.unfilled, key=lambda c: (c.plan.cost_seconds, c.plan.peak_bytes))
-        tried = {id(c): c for c in (*by_peak[: settings.least_peak_plans], *by_cost[: settings.least_peak_plans])}
+        mended = self._mended(self.unfilled[0], 0, settings.least_peak_rounds)
+        tried = {id(c): c for c in (*by_peak[: settings.least_peak_plans], *by_cost[: settings.least_peak_plans], mended)}
         lowest = sorted((self.grouped(c.plan, keep=True).least_bytes, number, c) for number, c in enumerate(tried.values()))
         best, peak = None, by_peak[0].plan.peak_bytes
         for least, _, candidate in lowest[: settings.least_peak_descents]:
@@ -263,30 +264,32 @@ class JointSearch:
                 possible.setdefault(candidate.plan.saved, (least, number, candidate))
         for *_, candidate in sorted(possible.values())[: settings.mended_plans]:
             mended = self._mended(candidate, budget)
-            if mended is not None:
-                self._add([mended], budget)
+            self._add([mended], budget)
 
-    def _mended(self, candidate: Candidate, budget: int) -> Candidate | None:
-        """Returns ``candidate`` without the saved values that keep its peak above ``budget`` under any stays; None if others
-        do. It may have the segmentation of the cheapest plan that fits.
+    def _mended(self, candidate: Candidate, budget: int, rounds: int = settings.mending_rounds) -> Candidate:
+        """Returns ``candidate`` without saved values that keep its peak above ``budget`` under any stays, or nearer to it.
+
+        It may have the segmentation of the cheapest plan that fits.
         """
         fitting = self._best(budget)
-        segmentations = [candidate.segmentation, *([] if fitting is None else [fitting.segmentation])]
+        segmentations = dict.fromkeys([candidate.segmentation, *([] if fitting is None else [fitting.segmentation])])
 
         def rank(tried: Candidate) -> tuple[int, float]:
-            return max(0, self.grouped(tried.plan).least_bytes - budget), tried.plan.cost_seconds
+            return max(budget, self.grouped(tried.plan).least_bytes), tried.plan.cost_seconds
 
-        for _ in range(settings.mending_rounds):
+        for _ in range(rounds):
             grouped = self.grouped(candidate.plan)
-            if grouped.least_bytes <= budget:
-                return candidate
-            saved, values = frozenset(candidate.plan.saved), grouped.binding()[: settings.mending_values]
-            fewer = [some for some in (admissible(self.graph, saved - {value}) for value in values) if some != saved]
-            if not fewer or self._has_passed():
-                return None
+            if grouped.least_bytes <= budget or self._has_passed():
+                break
+            saved, level = frozenset(candidate.plan.saved), max(budget, int(settings.mending_share * grouped.least_bytes))
+            sets = (admissible(self.graph, saved - some) for some in grouped.in_the_way(level)[: settings.mending_values])
+            fewer = [some for some in dict.fromkeys(sets) if some != saved]
             options = (Candidate(self.search.plan(some, s, "mended"), s) for some, s in product(fewer, segmentations))
-            candidate = min(options, key=rank)
-        return None
+            best = min(options, key=rank, default=candidate)
+            if self.grouped(best.plan).least_bytes >= grouped.least_bytes:
+                break
+            candidate = best
+        return candidate
 
     def _by_recreation(self, budget: int) -> None:
         """Improves the cheapest plan by trials that each save some values more and others no longer."""

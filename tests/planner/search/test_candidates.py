@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from folders import ROOT, TESTS
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
 from oracles import cheapest_cut, cut_cost, subsets
@@ -345,8 +345,10 @@ def test_a_search_out_of_time_still_answers():
 @settings(max_examples=60)
 @given(graphs())
 def test_a_budget_that_saving_everything_fits_is_feasible(graph):
-    assume(all(op.constraint is not Constraint.RECOMPUTE for op in graph.ops))  # such orders may need more
-    planner = Planner(graph)
+    ops = (
+        dataclasses.replace(op, constraint=Constraint.NONE) if op.constraint is Constraint.RECOMPUTE else op for op in graph.ops
+    )
+    planner = Planner(dataclasses.replace(graph, ops=tuple(ops)))  # ops that have to be recomputed may need more
     found = planner.find(max(1, planner.baseline.peak_bytes))
     assert found.plan is not None
     assert found.smallest.peak_bytes <= found.baseline.peak_bytes
