@@ -8,7 +8,7 @@ A rank arrives under the name of the place in the user's code, and of its occurr
   ``ALONE`` seconds are enough for a graph without communication, which each rank may plan as it likes;
 - ranks that do not come within ``PATIENCE`` seconds, or ``BRIEFLY`` if they did not come to an earlier place either.
 
-No wait is longer than half of the process group's timeout. It ends with an error if a rank is lost.
+No wait is longer than half of the process group's timeout. It ends with an error if a rank is lost or interrupted.
 
 The first rank that arrives waits for the others and writes the list of members. The others only wait for that list, so a large
 job asks its store little. A rank that comes later is not on the list. It meets those that are left.
@@ -71,6 +71,8 @@ class Rendezvous:
     """Places at which recompilations of this process have waited in vain. They do not wait again."""
     apart: set[int] = field(default_factory=set)
     """Ranks that did not come to recompile a graph without communication, and have not come since. None waits for them."""
+    abandoned: set[str] = field(default_factory=set)
+    """Names of the meetings at which an error has ended the wait of this process. It does not come to them again."""
     lost: set[int] = field(default_factory=set)
     """Ranks that did not come in time, and have not come since."""
 
@@ -104,6 +106,9 @@ class Rendezvous:
         number = self.channel.count(key, 0)
         while True:
             name = f"{key}/{number}"
+            if name in self.abandoned:
+                number += 1
+                continue
             meeting = _Place(self, place, digest, name, 1, ranks, communicates=False, recompilations=key).meet(elsewhere)
             if self.channel.rank in meeting.members:
                 self.apart = (self.apart | set(meeting.missing)) - set(meeting.members)
@@ -123,9 +128,11 @@ class _Place:
     expected: frozenset[int]
     communicates: bool = True
     recompilations: str | None = None
-    """The key at which settled recompilations of this place are counted, if this is one."""
+    """The key that counts the settled recompilations of this place; None if this is not one."""
     arrived: dict[int, list[int]] = field(default_factory=dict)
     """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
+    arrivals: dict[int, int] = field(default_factory=dict)
+    """The rank of each arrival that has been read, by its number. A rank that is interrupted may leave a number out."""
     pulses: dict[int, Pulse] = field(default_factory=dict)
     """The lives of the ranks that are awaited."""
     noticed: set[int] = field(default_factory=set)
@@ -141,8 +148,7 @@ class _Place:
             self.channel.write(f"{self.name}/came/{self.channel.rank}", True)
             self.channel.write(f"at/{self.channel.rank}", self.name)
             first = int(self.channel.write_first(f"{self.name}/first", self.channel.rank))
-            number = self.channel.count(f"{self.name}/count")
-            self.channel.write(f"{self.name}/arrival/{number}", {"rank": self.channel.rank, "elsewhere": sorted(elsewhere)})
+            self.arrive(elsewhere)
             if first == self.channel.rank:
                 self.settle(self.gathered())
             found = wait_for(self.channel, f"{self.name}/members", first)
@@ -155,6 +161,11 @@ class _Place:
             raise restored(found["error"], first, self.channel)
         return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]), found["is_needed"])
 
+    def arrive(self, elsewhere: Collection[int] = ()) -> None:
+        """Tells the first rank that this one has come, and which ranks it knows to be elsewhere."""
+        number = self.channel.count(f"{self.name}/count")
+        self.channel.write(f"{self.name}/arrival/{number}", {"rank": self.channel.rank, "elsewhere": sorted(elsewhere)})
+
     def settle(self, outcome: Mapping[str, Any]) -> None:
         """Ends the wait of all ranks with the members or with an error. Later recompilations meet under another name."""
         if self.recompilations is not None:
@@ -163,20 +174,28 @@ class _Place:
 
     def abandon(self, told: Mapping[str, Any]) -> None:
         """Tells the other ranks that this one does not wait any longer because of an error."""
-        # If this rank is a member after all, it is so as the leader of the session to come or not. Else nobody reads these.
+        self.rendezvous.abandoned.add(self.name)
+        self.channel.write(f"at/{self.channel.rank}", None)
+        # The members read these in the first round of their session, if this rank is one of them.
         self.channel.write(f"{self.name}/1/{self.channel.rank}", told)
         self.channel.write(f"{self.name}/1/result/{self.channel.rank}", told)
-        is_first = self.channel.read(f"{self.name}/first") == self.channel.rank
-        if is_first and not self.channel.has(f"{self.name}/members"):
+        if self.channel.has(f"{self.name}/members"):
+            return
+        if self.channel.read(f"{self.name}/first") == self.channel.rank:
             self.settle(told)
             self.channel.linger(f"{self.name}/heard", len(self.expected) - 1, LINGER)
+        else:
+            self.arrive()  # as a member whose error ends the first round
 
     def gathered(self) -> dict[str, Any]:
         """Returns the members, and the ranks that were expected and did not come in time."""
         begin, noticed = time.monotonic(), False
         for _ in pauses():
-            while (found := self.channel.read(f"{self.name}/arrival/{len(self.arrived) + 1}")) is not None:
-                self.arrived[int(found["rank"])] = found["elsewhere"]
+            numbers = set(range(1, 1 + self.channel.count(f"{self.name}/count", 0))) - self.arrivals.keys()
+            for number in sorted(numbers):
+                if (found := self.channel.read(f"{self.name}/arrival/{number}")) is not None:
+                    self.arrivals[number] = int(found["rank"])
+                    self.arrived[int(found["rank"])] = found["elsewhere"]
             waited = time.monotonic() - begin
             absent = self.expected - self.arrived.keys() - {rank for others in self.arrived.values() for rank in others}
             awaited = {rank for rank in absent if self.may_come(rank, waited)}
@@ -215,7 +234,9 @@ class _Place:
     def waits_elsewhere(self, rank: int) -> bool:
         """Returns True if the rank waits at another place, so that it cannot come before this one is settled."""
         name = self.channel.read(f"at/{rank}")
-        return name is not None and name != self.name and not self.channel.has(f"{name}/members")
+        if name is None or name == self.name or name in self.rendezvous.abandoned:  # an error ends that wait, too
+            return False
+        return not self.channel.has(f"{name}/members")
 
 
 def _notice(rank: int, absent: Collection[int], place: str) -> str:

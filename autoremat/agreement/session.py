@@ -7,7 +7,6 @@ of the round for all others.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,8 +73,10 @@ class Session:
     def fail(self, error: BaseException) -> None:
         """Ends the session on all members with ``error``, unless an error has ended it already."""
         if not self.failed:
-            with contextlib.suppress(AgreementError):  # the store has gone
+            try:
                 self._end(described(error), self.channel.rank)
+            except AgreementError:  # the store has gone
+                self.failed = True
 
     @property
     def _heard(self) -> str:

@@ -211,10 +211,10 @@ def _allocated_peaks(
 ) -> dict[bool, int]:
     """Returns the peaks of the halves with generated code, beside all else that is allocated. Blocks of CUDA count whole."""
     plan, count = planned.plan, planned.count
-    allocated = {half: peak + plan.timeline.beside_bytes for half, peak in replayed.items()}
-    if count is None or not allocated.keys() <= known.keys():
-        return allocated
-    return {half: peak + count.code_unsplit_bytes(plan, _until(half, known)) for half, peak in allocated.items()}
+    unsplit = {
+        half: count.code_unsplit_bytes(plan, _until(half, known)) for half in replayed if count is not None and half in known
+    }
+    return {half: peak + plan.timeline.beside_bytes + unsplit.get(half, 0) for half, peak in replayed.items()}
 
 
 def _until(half: bool, known: Mapping[bool, HalfAllocations]) -> Mapping[bool, HalfAllocations]:

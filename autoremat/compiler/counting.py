@@ -27,7 +27,7 @@ SPREAD = 6
 
 @dataclass(frozen=True)
 class Count:
-    """Counts reserved bytes under the settings of the allocator.
+    """Counts the bytes of blocks and of segments under the settings of the allocator.
 
     ``code_headroom_bytes`` are allocated beside the plan through the whole step.
     """
@@ -62,8 +62,11 @@ class Count:
         return reserved_bytes(self._step(plan, _of_halves(halves)), self.settings)
 
     def code_unsplit_bytes(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> int:
-        """Returns the bytes of blocks beside the requested ones at the peak of the generated code of ``plan``."""
-        return unsplit_bytes(self._step(plan, _of_halves(halves)), self.settings)
+        """Returns the bytes of blocks beside the allocations in them at the peak of the generated code of ``plan``.
+
+        With both halves, it is the peak of the backward.
+        """
+        return unsplit_bytes(_of_halves(halves).beside(beside_sizes(plan.timeline)), self.settings)
 
     def code_report(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> Reserved:
         """Returns all figures of the generated code of ``plan``."""

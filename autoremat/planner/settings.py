@@ -181,11 +181,13 @@ class JointSearchSettings:
     mending_share: float = 0.95
     """Share of the peak that counts as nearly as high."""
     mending_values: int = 4
-    """Number of values at each place of which the best one is dropped."""
+    """Number of ranks by size, of which the values of the best one are dropped at all places."""
     least_peak_plans: int = 8
     """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
-    least_peak_rounds: int = 24
-    """Most times that values are dropped from the plan that saves everything, for the least peak."""
+    least_peak_work: int = 36_000
+    """Forward ops times the rounds in which values are dropped from the plan that saves most, for the least peak."""
+    least_peak_rounds: tuple[int, int] = (4, 24)
+    """Minimum and maximum number of these rounds."""
     least_peak_descents: int = 4
     """Number of these plans that are brought down: those that stays could bring down most."""
     least_peak_levels: int = 5

@@ -1,4 +1,4 @@
-"""Interrupts at every request to the store: no rank waits for the interrupted one, and all compile together afterwards."""
+"""Interrupts at random requests to the store: no rank waits for the interrupted one, and all compile together afterwards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compile_together(channel: Channel, rendezvous: Rendezvous, communicates: boo
     return [session.round(topic, channel.rank, lambda parts: sorted(parts)) for topic in ROUNDS if len(meeting.members) > 1]
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(64))
 def test_an_interrupt_at_any_request_reaches_all_who_wait(seed, monkeypatch):
     draw = random.Random(seed)
     ranks = draw.randint(2, 3)
@@ -60,8 +60,9 @@ def test_an_interrupt_at_any_request_reaches_all_who_wait(seed, monkeypatch):
     interrupts = Interrupts(draw.randint(1, 24), draw.random() < 0.5)
     true = Channel._ask
     monkeypatch.setattr(Channel, "_ask", lambda channel, *request: interrupts.ask(lambda: true(channel, *request)))
-    monkeypatch.setattr(meetings, "PATIENCE", 1.0)
+    monkeypatch.setattr(meetings, "RECOMPILATION", LONG)  # a rank that is told of an interrupt may linger
     through = threading.Barrier(ranks)
+    at_once = draw.random() < 0.5
 
     def body(channel):
         rendezvous = Rendezvous(channel)
@@ -75,7 +76,8 @@ def test_an_interrupt_at_any_request_reaches_all_who_wait(seed, monkeypatch):
         except (KeyboardInterrupt, AgreementError) as error:
             found = error
         interrupts.thread = None
-        through.wait(LONG / 2)
+        if not at_once:
+            through.wait(LONG / 2)
         return found, compile_together(channel, rendezvous, communicates)
 
     for rank, (first, second) in enumerate(together(body, ranks)):

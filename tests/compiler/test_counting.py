@@ -12,7 +12,7 @@ from autoremat.compiler import counting
 from autoremat.compiler.attempts import Attempt, Purpose, allocated_peak_bytes, code_peak_bytes
 from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import FREED, Allocations
-from autoremat.planner.memory.allocator_settings import MIB, AllocatorSettings
+from autoremat.planner.memory.allocator_settings import CLASSES, MIB, AllocatorSettings
 from autoremat.planner.memory.reserved import unsplit_bytes
 from autoremat.torch_private import allocator, named_card
 from autoremat.torch_private.private_name import MINOR
@@ -176,7 +176,16 @@ def test_generated_code_keeps_to_a_budget_on_reserved_bytes(free):
     (frozenset(), AllocatorSettings(), 1.5),  # segments of 14 and 16 MiB; small blocks share one
     (frozenset({0}), AllocatorSettings(), 1.5),
     (frozenset(), AllocatorSettings(expandable_segments=True), 0),
+    (frozenset(), AllocatorSettings(roundup_divisions=(4,) * CLASSES), 1.5),  # to 14 and 16 MiB
 ])  # fmt: skip
 def test_the_rest_of_a_block_that_is_not_split_off_counts(pooled, settings, rest):
-    events = ((0, int(13.25 * MIB)), (1, int(15.25 * MIB)), (2, 600 * 1024), (1, FREED), (0, FREED), (2, FREED))
+    events = ((0, int(13.25 * MIB)), (1, int(15.25 * MIB)), (2, 512 * 1024), (1, FREED), (0, FREED), (2, FREED))
     assert unsplit_bytes(Allocations(events, pooled), settings) == int(rest * MIB)
+
+
+def test_rests_are_those_at_the_peak_of_the_backward():
+    """The forward needs more without rests than the backward, whose blocks are larger in all."""
+    forward = ((0, 16 * MIB), (1, 40 * MIB), (1, FREED))
+    events = (*forward, (2, int(13.25 * MIB)), (3, 26 * MIB), (2, FREED), (3, FREED), (0, FREED))
+    assert unsplit_bytes(Allocations(forward), AllocatorSettings()) == 0
+    assert unsplit_bytes(Allocations(events, border=len(forward)), AllocatorSettings()) == int(0.75 * MIB)

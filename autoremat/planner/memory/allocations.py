@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autoremat.planner.graph.op import Role
 from autoremat.planner.memory.simulator import Timeline, held_sizes
@@ -22,12 +22,14 @@ class Allocations:
     events: tuple[Event, ...]
     pooled: frozenset[int] = frozenset()
     """The numbers of the allocations in the pool of CUDA graphs."""
+    border: int = field(default=0, kw_only=True)
+    """Number of events before the backward begins; 0 for a half."""
 
     def beside(self, sizes: Sequence[int]) -> Allocations:
         """Returns the allocations with others of these bytes, which are live through the whole step."""
         first = 1 + max((number for number, _ in self.events), default=0)
-        others = enumerate((size for size in sizes if size), first)
-        return replace(self, events=(*others, *self.events))
+        others = list(enumerate((size for size in sizes if size), first))
+        return replace(self, events=(*others, *self.events), border=self.border + len(others) if self.border else 0)
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,14 @@ def joined(forward: HalfAllocations, backward: HalfAllocations) -> Allocations:
     received = {number for _, number in backward.arguments if number in same}
     allocated: set[int] = set()
     events = [*forward.events, *dropped]
+    border = len(events)
     for number, size in backward.events:
         if size != FREED and number in received and number not in allocated:
             allocated.add(number)
         else:
             events.append((numbers[number], size))
     pooled = forward.pooled | {numbers[number] for number in backward.pooled if number in numbers}  # others have no bytes
-    return Allocations(tuple(events), pooled)
+    return Allocations(tuple(events), pooled, border=border)
 
 
 def _matched(forward: HalfAllocations, backward: HalfAllocations) -> dict[int, int]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from autoremat.planner.memory.allocations import FREED, Allocations, Event
 from autoremat.planner.memory.allocator_settings import AllocatorSettings
-from autoremat.planner.memory.caching_allocator import Block, CachingAllocator, OutOfMemory, rounded
+from autoremat.planner.memory.caching_allocator import Block, CachingAllocator, OutOfMemory
 
 STEPS = 2
 """Steps that are replayed. The second one finds the segments of the first, cut into other pieces."""
@@ -71,15 +71,18 @@ def reserved_bytes(allocations: Allocations, settings: AllocatorSettings) -> int
 
 
 def unsplit_bytes(allocations: Allocations, settings: AllocatorSettings) -> int:
-    """Returns the bytes that are allocated at the peak beside the requested ones, by a replay from an empty device.
+    """Returns the bytes of blocks at the peak behind the border, beside the allocations in them, by a replay from an empty
+    device.
 
-    The allocator leaves the rest of a block with it if the rest is small, and counts the whole block as allocated.
+    The allocator rounds sizes, may leave the rest of a block with it, and counts the whole block as allocated.
     """
-    found = 0
-    for events in _split(allocations):
-        sizes = {number: rounded(size, settings) for number, size in events if size != FREED}
-        changes = [-sizes[number] if size == FREED else sizes[number] for number, size in events]
-        found += _replayed(events, settings).peak_allocated_bytes - max(accumulate(changes), default=0)
+    found, pooled = 0, allocations.pooled
+    early, late = allocations.events[: allocations.border], allocations.events[allocations.border :]
+    for is_pooled in (True, False) if pooled else (False,):
+        before, behind = ([event for event in events if (event[0] in pooled) == is_pooled] for events in (early, late))
+        sizes = {number: size for number, size in (*before, *behind) if size != FREED}
+        live = list(accumulate((-sizes[n] if size == FREED else size for n, size in (*before, *behind)), initial=0))
+        found += _replayed([*before, *behind], settings, border=len(before)).peak_allocated_bytes - max(live[len(before) :])
     return found
 
 
@@ -91,21 +94,28 @@ def _split(allocations: Allocations) -> tuple[Sequence[Event], Sequence[Event]]:
     return [event for event in events if event[0] in pooled], [event for event in events if event[0] not in pooled]
 
 
-def _replayed(events: Sequence[Event], settings: AllocatorSettings, limit_bytes: float = math.inf) -> CachingAllocator:
+def _replayed(
+    events: Sequence[Event], settings: AllocatorSettings, limit_bytes: float = math.inf, border: int = 0
+) -> CachingAllocator:
     """Returns the allocator after consecutive steps, each of which frees all its memory at the end.
 
-    Raises ``OutOfMemory`` if a step needs more than ``limit_bytes``.
+    The peak of allocated bytes is that of the events from ``border`` on. Raises ``OutOfMemory`` if a step needs more than
+    ``limit_bytes``.
     """
-    allocator = CachingAllocator(settings, limit_bytes)
+    allocator, peak = CachingAllocator(settings, limit_bytes), 0
     for _ in range(STEPS):
         live: dict[int, Block] = {}
-        for number, size in events:
+        for position, (number, size) in enumerate(events):
+            if position == border:
+                allocator.peak_allocated_bytes = allocator.allocated_bytes
             if size == FREED:
                 allocator.free(live.pop(number))
             else:
                 live[number] = allocator.allocate(size)
+        peak = max(peak, allocator.peak_allocated_bytes)
         for block in live.values():
             allocator.free(block)
+    allocator.peak_allocated_bytes = peak
     return allocator
 
 

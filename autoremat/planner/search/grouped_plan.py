@@ -100,6 +100,10 @@ class GroupedPlan:
         found: Numbers = self.bytes + np.cumsum(change)[:-1] - others
         return found
 
+    def excess(self, budget: int, level: int) -> tuple[int, int]:
+        """Returns the least bytes under any stays, at least ``budget``, and the number of groups above ``level`` bytes then."""
+        return max(budget, self.least_bytes), int((self._least_bytes_at > level).sum())
+
     def in_the_way(self, level: int) -> list[frozenset[int]]:
         """Returns saved values that are live where no stays free enough for ``level`` bytes.
 
@@ -123,7 +127,8 @@ class GroupedPlan:
     @cached_property
     def _saved_ranges(self) -> list[LiveRange]:
         """The live ranges of saved values."""
-        return [one for one in self.plan.timeline.live_ranges.of_values() if one.value in self.plan.saved]
+        saved = frozenset(self.plan.saved)
+        return [one for one in self.plan.timeline.live_ranges.of_values() if one.value in saved]
 
     @cached_property
     def store_rate(self) -> float:

@@ -1,7 +1,7 @@
 """Joint search: chooses recomputation and stays together, where values have forms.
 
 The link between device and host carries a certain number of bytes while the forward runs. It pays to carry those whose
-recomputation is dear, and to recompute the others. Three sources give plans whose recomputation leaves memory over the budget,
+recomputation is dear, and to recompute the others. Four sources give plans whose recomputation leaves memory over the budget,
 and :mod:`.placement` brings each of them down to it:
 
 1. the candidates of the search, and those filled to larger budgets, within what the link carries beyond the budget;
@@ -70,7 +70,8 @@ class JointSearch:
         """The plan with stays of the least peak that was found, at any number of seconds; None if no stays lower the peak."""
         by_peak = sorted(self.unfilled, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds))
         by_cost = sorted(self.unfilled, key=lambda c: (c.plan.cost_seconds, c.plan.peak_bytes))
-        mended = self._mended(self.unfilled[0], 0, settings.least_peak_rounds)
+        rounds = effort(settings.least_peak_work, settings.least_peak_rounds, self.graph.num_forward)
+        mended = self._mended(self.unfilled[0], 0, rounds)
         tried = {id(c): c for c in (*by_peak[: settings.least_peak_plans], *by_cost[: settings.least_peak_plans], mended)}
         lowest = sorted((self.grouped(c.plan, keep=True).least_bytes, number, c) for number, c in enumerate(tried.values()))
         best, peak = None, by_peak[0].plan.peak_bytes
@@ -263,32 +264,32 @@ class JointSearch:
             if grouped.least_bytes > budget and least < below:
                 possible.setdefault(candidate.plan.saved, (least, number, candidate))
         for *_, candidate in sorted(possible.values())[: settings.mended_plans]:
+            if self._has_passed():
+                break
             mended = self._mended(candidate, budget)
             self._add([mended], budget)
 
     def _mended(self, candidate: Candidate, budget: int, rounds: int = settings.mending_rounds) -> Candidate:
-        """Returns ``candidate`` without saved values that keep its peak above ``budget`` under any stays, or nearer to it.
+        """Returns ``candidate`` without saved values that keep its peak above ``budget`` bytes under any stays.
 
-        It may have the segmentation of the cheapest plan that fits.
+        Some of them may be left. The result may have the segmentation of the cheapest plan that fits.
         """
-        fitting = self._best(budget)
+        fitting, grouped = self._best(budget), self.grouped(candidate.plan)
         segmentations = dict.fromkeys([candidate.segmentation, *([] if fitting is None else [fitting.segmentation])])
-
-        def rank(tried: Candidate) -> tuple[int, float]:
-            return max(budget, self.grouped(tried.plan).least_bytes), tried.plan.cost_seconds
-
         for _ in range(rounds):
-            grouped = self.grouped(candidate.plan)
-            if grouped.least_bytes <= budget or self._has_passed():
+            if grouped.least_bytes <= budget:
                 break
             saved, level = frozenset(candidate.plan.saved), max(budget, int(settings.mending_share * grouped.least_bytes))
             sets = (admissible(self.graph, saved - some) for some in grouped.in_the_way(level)[: settings.mending_values])
             fewer = [some for some in dict.fromkeys(sets) if some != saved]
-            options = (Candidate(self.search.plan(some, s, "mended"), s) for some, s in product(fewer, segmentations))
-            best = min(options, key=rank, default=candidate)
-            if self.grouped(best.plan).least_bytes >= grouped.least_bytes:
+            options = [Candidate(self.search.plan(some, s, "mended"), s) for some, s in product(fewer, segmentations)]
+            ranked = [(self.grouped(option.plan), option) for option in options]
+            lower, best = min(
+                ranked, key=lambda one: (*one[0].excess(budget, level), one[1].plan.cost_seconds), default=(grouped, candidate)
+            )
+            if lower.excess(budget, level) >= grouped.excess(budget, level):
                 break
-            candidate = best
+            grouped, candidate = lower, best
         return candidate
 
     def _by_recreation(self, budget: int) -> None:

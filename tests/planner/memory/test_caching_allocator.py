@@ -366,4 +366,4 @@ def test_the_halves_of_code_are_joined_by_the_names_of_saved_tensors():
 def test_a_saved_tensor_of_another_name_is_found_by_its_bytes():
     forward = HalfAllocations(((0, 100), (1, 200)), frozenset({1}), results=(("a", 0), ("b", 1)))
     backward = HalfAllocations(((0, 200), (1, 100)), frozenset({0}), (("renamed", 0), ("other", 1)))
-    assert joined(forward, backward) == Allocations(forward.events, frozenset({1}))
+    assert joined(forward, backward) == Allocations(forward.events, frozenset({1}), border=2)
