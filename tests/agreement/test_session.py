@@ -228,6 +228,19 @@ def test_nothing_is_exchanged_after_an_error():
     assert all(isinstance(one, AgreementError) for one in together(body, 2))
 
 
+def test_an_error_ends_the_session_although_the_store_has_gone():
+    """Who asks again whether all have compiled would otherwise compile for ever."""
+
+    class Gone(HashStore):
+        def set(self, key, value):
+            raise RuntimeError("connection closed")
+
+    rounds = session(Channel(Job(1, 2, Gone())))
+    with pytest.raises(AgreementError, match="connection closed"):
+        rounds.round("graph", None, lambda parts: None)
+    assert rounds.failed
+
+
 def test_ranks_that_fail_by_themselves_do_not_wait_for_each_other():
     def body(channel):
         channel.job = dataclasses.replace(channel.job, keeper=0)
