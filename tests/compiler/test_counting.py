@@ -189,3 +189,9 @@ def test_rests_are_those_at_the_peak_of_the_backward():
     events = (*forward, (2, int(13.25 * MIB)), (3, 26 * MIB), (2, FREED), (3, FREED), (0, FREED))
     assert unsplit_bytes(Allocations(forward), AllocatorSettings()) == 0
     assert unsplit_bytes(Allocations(events, border=len(forward)), AllocatorSettings()) == int(0.75 * MIB)
+
+
+@pytest.mark.parametrize("pooled", [frozenset({0}), frozenset({1})])
+def test_a_pool_without_allocations_in_the_backward_has_no_rest_there(pooled):
+    events = ((0, 40 * MIB), (1, 16 * MIB), (0, FREED), (1, FREED), (2, 16 * MIB), (2, FREED))
+    assert unsplit_bytes(Allocations(events, pooled, border=4), AllocatorSettings()) == 0

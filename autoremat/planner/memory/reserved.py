@@ -76,13 +76,11 @@ def unsplit_bytes(allocations: Allocations, settings: AllocatorSettings) -> int:
 
     The allocator rounds sizes, may leave the rest of a block with it, and counts the whole block as allocated.
     """
-    found, pooled = 0, allocations.pooled
-    early, late = allocations.events[: allocations.border], allocations.events[allocations.border :]
-    for is_pooled in (True, False) if pooled else (False,):
-        before, behind = ([event for event in events if (event[0] in pooled) == is_pooled] for events in (early, late))
-        sizes = {number: size for number, size in (*before, *behind) if size != FREED}
-        live = list(accumulate((-sizes[n] if size == FREED else size for n, size in (*before, *behind)), initial=0))
-        found += _replayed([*before, *behind], settings, border=len(before)).peak_allocated_bytes - max(live[len(before) :])
+    found, early = 0, replace(allocations, events=allocations.events[: allocations.border])
+    for before, events in zip(_split(early), _split(allocations), strict=True):
+        border, sizes = len(before), {number: size for number, size in events if size != FREED}
+        live = list(accumulate((-sizes[number] if size == FREED else size for number, size in events), initial=0))
+        found += _replayed(events, settings, border=border).peak_allocated_bytes - max(live[border:])
     return found
 
 
@@ -112,6 +110,8 @@ def _replayed(
                 allocator.free(live.pop(number))
             else:
                 live[number] = allocator.allocate(size)
+        if border == len(events):
+            allocator.peak_allocated_bytes = allocator.allocated_bytes
         peak = max(peak, allocator.peak_allocated_bytes)
         for block in live.values():
             allocator.free(block)
