@@ -8,6 +8,7 @@ from folders import ROOT
 
 LAYERS = (
     "basics",
+    "planner.exact_settings",
     "planner.settings",
     "planner.mip",
     "planner.graph",

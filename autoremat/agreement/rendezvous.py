@@ -131,8 +131,8 @@ class _Place:
     """The key that counts the settled recompilations of this place; None if this is not one."""
     arrived: dict[int, list[int]] = field(default_factory=dict)
     """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
-    arrivals: dict[int, int] = field(default_factory=dict)
-    """The rank of each arrival that has been read, by its number. A rank that is interrupted may leave a number out."""
+    numbers_read: set[int] = field(default_factory=set)
+    """The numbers of the arrivals that have been read. A rank that is interrupted may leave a number out."""
     pulses: dict[int, Pulse] = field(default_factory=dict)
     """The lives of the ranks that are awaited."""
     noticed: set[int] = field(default_factory=set)
@@ -191,10 +191,10 @@ class _Place:
         """Returns the members, and the ranks that were expected and did not come in time."""
         begin, noticed = time.monotonic(), False
         for _ in pauses():
-            numbers = set(range(1, 1 + self.channel.count(f"{self.name}/count", 0))) - self.arrivals.keys()
-            for number in sorted(numbers):
+            numbers = set(range(1, 1 + self.channel.count(f"{self.name}/count", 0)))
+            for number in sorted(numbers - self.numbers_read):
                 if (found := self.channel.read(f"{self.name}/arrival/{number}")) is not None:
-                    self.arrivals[number] = int(found["rank"])
+                    self.numbers_read.add(number)
                     self.arrived[int(found["rank"])] = found["elsewhere"]
             waited = time.monotonic() - begin
             absent = self.expected - self.arrived.keys() - {rank for others in self.arrived.values() for rank in others}

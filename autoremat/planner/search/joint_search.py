@@ -266,8 +266,7 @@ class JointSearch:
         for *_, candidate in sorted(possible.values())[: settings.mended_plans]:
             if self._has_passed():
                 break
-            mended = self._mended(candidate, budget)
-            self._add([mended], budget)
+            self._add([self._mended(candidate, budget)], budget)
 
     def _mended(self, candidate: Candidate, budget: int, rounds: int = settings.mending_rounds) -> Candidate:
         """Returns ``candidate`` without saved values that keep its peak above ``budget`` bytes under any stays.
