@@ -19,7 +19,6 @@ from autoremat.passes.inductor_workarounds.preserve_strides import preserve_stri
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.insert_transfers import insert_stores
 from autoremat.passes.pipeline import Pass, run_passes
-from autoremat.passes.postpone_gradients import postpone_gradients as postpone_gradients
 from autoremat.passes.reorder_backward import reorder_backward
 from autoremat.passes.split import split
 from autoremat.planner.graph.schedule import Schedule
@@ -34,7 +33,6 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
     passes: list[Pass] = [forward_region_operands]
     if runs_on is not None:
         passes.append(accumulate_into_first)
-        passes.append(partial(postpone_gradients, runs_on=runs_on))
     # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer
     # writes in place.
     if runs_on == "cpu" and compilers.largest_expression(runs_on) >= OPERATIONS:

@@ -25,22 +25,19 @@ if TYPE_CHECKING:
 def recompute_seconds(graph: Graph, index: int) -> float:
     """What a second run of an op takes. Within fused kernels: its arithmetic, and a read of what kernels of their own have made
     and no fused backward op reads, in each stretch between kernels of their own that comes to need it. A result that is larger
-    than these reads would be read there instead, so they count once. What a kernel of its own reads is written once instead,
-    in the first such stretch, and costs a read of what no fused backward op reads there."""
+    than these reads would be read there instead, so they count once."""
     op, num_forward = graph.ops[index], graph.num_forward
-    per_byte, own = graph.saving_seconds_per_byte / 2, made_bytes(graph, index)
-    if not op.memory_bound_seconds:
+    if not op.memory_bound_seconds or any(graph.ops[r].kind is Kind.EXTERN for v in op.outputs for r in graph.readers[v]):
         return op.seconds
-    if is_read_alone(graph, index):
-        moved = own + unread_bytes(graph, index, stretches_of(graph, index))
-        return min(op.seconds, op.seconds - op.memory_bound_seconds + moved * per_byte)
-    unseen, seen, late_fused_readers = [index], set(), set()
+    stretches, unseen, seen, late_fused_readers = set(), [index], set(), set()
     while unseen:
         current = unseen.pop()
         for reader in (r for v in graph.ops[current].outputs for r in graph.readers[v]):
-            if reader >= num_forward and graph.ops[reader].kind is not Kind.EXTERN:
-                late_fused_readers.add(reader)
-            elif reader < num_forward and graph.ops[reader].kind is Kind.POINTWISE and reader not in seen:
+            if reader >= num_forward:
+                stretches.add(sum(other.kind is Kind.EXTERN for other in graph.ops[num_forward : reader + 1]))
+                if graph.ops[reader].kind is not Kind.EXTERN:
+                    late_fused_readers.add(reader)
+            elif graph.ops[reader].kind is Kind.POINTWISE and reader not in seen:
                 seen.add(reader)
                 unseen.append(reader)
     extra = 0
@@ -48,53 +45,13 @@ def recompute_seconds(graph: Graph, index: int) -> float:
         maker = graph.values[value].producer
         if maker is not None and graph.ops[maker].kind is not Kind.POINTWISE and not fused_backward_readers(graph, value):
             extra += graph.values[value].bytes
+    own = made_bytes(graph, index)
     late = [iterated_bytes(graph, reader) for reader in late_fused_readers]
     larger = max([own, *late, *(made_bytes(graph, i) for i in seen if reaches_the_backward(graph, i))])
     times = larger / own if own and op.inputs and larger > 8 * own else 1.0
     arithmetic = (op.seconds - op.memory_bound_seconds) * times
-    # What no reader inlines is stored.
-    runs = 1 if op.inlining is Inlining.NEVER else max(len(stretches_of(graph, index)), 1)
-    return runs * arithmetic + (1 if extra < own else runs) * extra * per_byte
-
-
-def is_read_alone(graph: Graph, index: int) -> bool:
-    """Whether a kernel of its own reads what an op makes."""
-    return any(graph.ops[r].kind is Kind.EXTERN for v in graph.ops[index].outputs for r in graph.readers[v])
-
-
-def stretch(graph: Graph, reader: int) -> int:
-    """The stretch of the backward between kernels of their own in which a reader is, or after which it comes."""
-    before = graph.ops[graph.num_forward : reader]
-    return sum(op.kind is Kind.EXTERN for op in before)
-
-
-def stretches_of(graph: Graph, index: int) -> set[int]:
-    """The stretches that compute a forward op's result again, for their own ops or for repeated pointwise ones."""
-    found: set[int] = set()
-    for reader in (r for v in graph.ops[index].outputs for r in graph.readers[v]):
-        if reader >= graph.num_forward:
-            found.add(stretch(graph, reader))
-        elif graph.ops[reader].kind is Kind.POINTWISE:
-            found |= stretches_of(graph, reader)
-    return {min(found)} if found and is_read_alone(graph, index) else found
-
-
-def unread_bytes(graph: Graph, index: int, stretches: set[int]) -> int:
-    """The bytes that a repeated op and those inlined into it read, beside what the stretch's own fused ops read; at most those
-    that the op itself reads."""
-    computed = [v for v in graph.ops[index].inputs if graph.values[v].producer is not None]
-    roots, unseen, seen = 0, list(computed), set()
-    while unseen:
-        value = unseen.pop()
-        maker = graph.values[value].producer
-        if value in seen or maker is None or {stretch(graph, r) for r in fused_backward_readers(graph, value)} & stretches:
-            continue
-        seen.add(value)
-        if graph.ops[maker].kind is Kind.POINTWISE:
-            unseen += graph.ops[maker].inputs
-        else:
-            roots += graph.values[value].bytes
-    return min(roots, sum(graph.values[v].bytes for v in computed))
+    runs = 1 if op.inlining is Inlining.NEVER else max(len(stretches), 1)  # what no reader inlines is stored
+    return runs * arithmetic + (1 if extra < own else runs) * extra * graph.saving_seconds_per_byte / 2
 
 
 def reaches_the_backward(graph: Graph, index: int) -> bool:

@@ -11,9 +11,7 @@ A fused kernel reads its inputs and writes the results that others read; its ari
 - A result that is wider than what is read for it, such as a float32 copy of 16-bit numbers, costs that read once: if it were
     saved, each further group would read more.
 - If the result is broadcast to a larger one, such as a logarithm per row, its arithmetic runs for each larger element.
-- A pointwise op whose result an extern kernel reads is materialised once, in the fusion group before the first such kernel. It
-    costs its arithmetic, a write, and a read of what its expression reads and no fused op of the backward reads in that group.
-    So a repeated activation and the gradient of the activation share a read. The seconds of a kernel of its own are the most.
+- A pointwise op whose result an extern kernel reads costs its full seconds, because the result is materialised.
 
 Without fusion, every op is a kernel that writes its result and reads its inputs in any case, so saving costs no time.
 """
@@ -80,51 +78,13 @@ class FusedTraffic:
     def _again(self, index: int) -> float:
         """Returns the seconds that recomputing a pointwise op adds."""
         graph, op = self.graph, self.graph.ops[index]
-        if self._read_by_extern(index):
-            moved = self._made_bytes(index) + self._read_for(index)
-            return min(op.seconds, op.seconds - op.memory_bound_seconds + moved * self.seconds_per_byte)
+        if any(self.kinds[reader] == EXTERN for value in op.outputs for reader in graph.readers[value]):
+            return op.seconds
         read = sum(graph.values[v].bytes for v in graph.computed_inputs[index] if self._only_read_by_repeats(v))
         arithmetic = (op.seconds - op.memory_bound_seconds) * self._times_spread(index)
         groups = 1 if op.inlining is Inlining.NEVER else max(self._runs_in_need[index].bit_count(), 1)
         reads = 1 if read < self._made_bytes(index) else groups
         return groups * arithmetic + reads * read * self.seconds_per_byte
-
-    def _read_by_extern(self, index: int) -> bool:
-        """Returns True if an extern kernel reads a result of the op."""
-        return any(
-            self.kinds[reader] == EXTERN for value in self.graph.ops[index].outputs for reader in self.graph.readers[value]
-        )
-
-    def _read_for(self, index: int) -> int:
-        """Returns the bytes that the expression of a materialised op reads, and that no fused op of the backward reads in the
-        fusion group where it runs; at most those of the op's own inputs.
-
-        The expression includes the pointwise ops that compute the inputs.
-        """
-        graph, group = self.graph, self._runs_in_need[index]
-        most = sum(graph.values[value].bytes for value in graph.computed_inputs[index])
-        found, seen, stack = 0, set[int](), list(graph.computed_inputs[index])
-        while stack and found < most:
-            value = stack.pop()
-            maker = graph.values[value].producer
-            if value in seen or self._groups_that_read[value] & group:
-                continue
-            seen.add(value)
-            if maker is None or self.kinds[maker] != POINTWISE:
-                found += graph.values[value].bytes
-            else:
-                stack += graph.computed_inputs[maker]
-        return min(found, most)
-
-    @cached_property
-    def _groups_that_read(self) -> list[int]:
-        """For each value, the fusion groups of the backward in which a fused op of the backward reads it, as a bit set."""
-        found = [0] * len(self.graph.values)
-        for index in range(self.graph.num_forward, len(self.graph.ops)):
-            if self.kinds[index] != EXTERN:
-                for value in self.graph.ops[index].inputs:
-                    found[value] |= self._group_before[index]
-        return found
 
     def _only_read_by_repeats(self, value: int) -> bool:
         """Returns True if no fused kernel of the backward reads the value anyway, and an extern kernel or reduction computes
@@ -169,31 +129,20 @@ class FusedTraffic:
 
     @cached_property
     def _runs_in_need(self) -> list[int]:
-        """For each forward op, the fusion groups of the backward that compute its result, as a bit set.
+        """For each forward op, the fusion groups of the backward that read its result, as a bit set.
 
-        This includes reads through pointwise ops that are recomputed. What an extern kernel reads is materialised in the first.
+        This includes reads through pointwise ops that are recomputed.
         """
         graph = self.graph
+        run = np.cumsum(np.array(self.kinds) == EXTERN).tolist()
         needs = [0] * len(graph.ops)
         for index in range(graph.num_forward - 1, -1, -1):
             for reader in (r for value in graph.ops[index].outputs for r in graph.readers[value]):
                 if reader >= graph.num_forward:
-                    needs[index] |= self._group_before[reader]
+                    needs[index] |= 1 << (run[reader] - run[graph.num_forward])
                 elif self.kinds[reader] == POINTWISE:
                     needs[index] |= needs[reader]
-            if self._read_by_extern(index):
-                needs[index] &= -needs[index]
         return needs
-
-    @cached_property
-    def _group_before(self) -> list[int]:
-        """For each op of the backward, the fusion group that it belongs to, or that precedes an extern kernel, as a bit."""
-        first = self.graph.num_forward
-        externs = np.cumsum(np.array(self.kinds) == EXTERN).tolist()
-        begin = externs[first - 1] if first else 0
-        return [
-            1 << (externs[index] - begin - (kind == EXTERN)) if index >= first else 0 for index, kind in enumerate(self.kinds)
-        ]
 
 
 def traffic_of(graph: Graph) -> FusedTraffic:
