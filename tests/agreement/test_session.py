@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from rank_threads import LONG, quick, together  # noqa: F401
+from rank_threads import LONG, impatient, quick, together  # noqa: F401
 from torch.distributed import HashStore
 
 from autoremat.agreement import channel as channels
@@ -84,6 +84,7 @@ def test_a_process_that_keeps_the_store_waits_until_the_others_know_its_error():
     assert heard == 2
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_that_was_given_up_reads_of_itself():
     def body(channel):
         channel.paused = 41.0 if channel.rank == 0 else 0.0
@@ -127,6 +128,7 @@ def test_figures_of_an_infeasible_budget_reach_all_ranks():
     assert "within the budget of rank 0" in str(told)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_falls_silent_ends_the_round_on_the_others(lost):
     def body(channel):
@@ -139,6 +141,7 @@ def test_a_rank_that_falls_silent_ends_the_round_on_the_others(lost):
     assert all(f"rank {lost} has not answered" in str(error) for error in errors)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("looks", "is_lost"),
     [
