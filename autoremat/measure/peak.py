@@ -253,7 +253,7 @@ def _is_allocation(event: Any) -> bool:
 def _replay(events: Iterable[Any], start_ns: int) -> Timeline:
     """Returns the live bytes after each of `events`, which are in order of time.
 
-    Blocks are identified by address. A release of an unknown address frees memory from before the start and is ignored. Torch
+    Blocks are identified by address. A release of an unknown address frees memory from before the start and is left out. Torch
     reports such a release with a size from an earlier profile, or not at all.
     """
     held: dict[int, int] = {}
@@ -261,6 +261,8 @@ def _replay(events: Iterable[Any], start_ns: int) -> Timeline:
     timeline = [(0.0, 0)]
     for event in events:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size <= 0 and address not in held:
+            continue
         # The address was released where no profiler looked, such as in a thread of the user's.
         total -= held.pop(address, 0)
         if size > 0:
