@@ -30,7 +30,7 @@ from autoremat.planner.search.bound_forms import BoundForms, set_aside
 from autoremat.planner.search.plan_source import PlanSource
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
+from autoremat.planner.search.strategies import EVERY_STRATEGY, IN_SEQUENCE, Strategies
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
 
@@ -309,8 +309,8 @@ def planner_of(
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
     host = request.limits.host_bytes
     graph, left = set_aside(constrained.graph, bound, host) if bound else (constrained.graph, host)
-    # What the allocator reserves need not fall with the peak, so no lower peak is searched for such a budget.
-    strategies = EVERY_STRATEGY if request.count == "allocated" else EVERY_STRATEGY & ~Strategies.LOWER
+    # What the allocator reserves need not fall with the peak, so such a budget gets no lower peak and no other sequence.
+    strategies = EVERY_STRATEGY if request.count == "allocated" else IN_SEQUENCE & ~Strategies.LOWER
     planner = known or new_planner(graph, request.time_limit, given, soft_budget, left, strategies)
     if known is None:
         planner = BoundForms(planner, constrained.graph, bound, host) if bound else planner

@@ -10,7 +10,6 @@ from autoremat.compiler.forms import refused_setting
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.replay_context import replay_context
 from autoremat.passes import apply_plan
-from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import joint_graphs
 from autoremat.torch_private.origins import OP
@@ -43,8 +42,6 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     for node, op in zip(captured.op_nodes, captured.graph.ops, strict=True):
         node.meta[OP] = op
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
-    repeats_extern = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
-    stores = bool(plan.schedule.stays)
-    reorders = not plan.schedule.keeps_sequence(captured.graph)
-    memory_first = planned.is_binding or repeats_extern or stores or reorders
-    return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), memory_first, stores)
+    memory_first = planned.is_binding or plan.keeps_its_sequence
+    context = replay_context(captured, planned.priced.kept_inputs)
+    return RewrittenGraph(modules, context, memory_first, pins_forward=bool(plan.schedule.stays))

@@ -20,6 +20,7 @@ from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.cost.stalls import Stalls, stalls_of
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
@@ -115,6 +116,13 @@ class Plan(Shown):
     def recomputed(self) -> tuple[int, ...]:
         """Executions of forward ops beyond the first one, in sequence."""
         return self.schedule.recomputed(self.graph)
+
+    @cached_property
+    def keeps_its_sequence(self) -> bool:
+        """True if the code generator must keep the sequence of the plan whatever the budget: it repeats extern kernels, stores
+        tensors in other forms, or has another sequence than the graph."""
+        repeats_extern = any(self.graph.ops[index].kind is Kind.EXTERN for index in self.recomputed)
+        return repeats_extern or bool(self.schedule.stays) or not self.schedule.keeps_sequence(self.graph)
 
     @cached_property
     def recompute_seconds(self) -> float:

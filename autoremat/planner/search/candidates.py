@@ -31,6 +31,7 @@ from autoremat.planner.search.least_peak import lowered, relaxed, reordered
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.peak_bound import PeakBound
 from autoremat.planner.search.plans_with_stays import PlansWithStays
+from autoremat.planner.search.postponed_gradients import with_gradients_postponed
 from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
 from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
@@ -263,13 +264,15 @@ class Search:
 
     @cached_property
     def lowest(self) -> Plan:
-        """The plan of the minimum peak found, in the graph's sequence or with gradients first. It too depends on no budget."""
+        """The plan of the minimum peak found, in any sequence of the backward. It too depends on no budget."""
         first = self.lowest_in_sequence
-        wanted = Strategies.LOWER | Strategies.REORDER
-        if wanted not in self.strategies or self.graph.single_phase or first.schedule.stays:
+        if Strategies.LOWER | Strategies.REORDER not in self.strategies or self.graph.single_phase:
             return first
         with self.limit.beside(SETTINGS.least_peak.share) as limit:
-            return reordered(first, limit)
+            found = [with_gradients_postponed(first, limit) if self.graph.fuses else first]
+            if not first.schedule.stays:
+                found.append(reordered(first, limit))
+        return min(found, key=lambda plan: plan.peak_bytes)
 
     def lowest_for(self, budget: int) -> Plan:
         """Returns the plan of the minimum peak found. The backward is reordered only for budgets that demand it."""

@@ -15,6 +15,7 @@ from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.postponed_gradients import with_gradients_postponed
 from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.time_budget import Descent, TimeBudget
 from autoremat.planner.search.work_limit import CHECK, WorkLimit
@@ -106,8 +107,23 @@ class Planner:
         if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
             smallest = search.lowest_for(budget_bytes)
         seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes, best)
+        best = self._with_sequence(best, budget_bytes, accepts)
         ends = (search.is_limited, self.ended_by_clock)
         return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends)
+
+    def _with_sequence(
+        self, plan: Plan | None, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None
+    ) -> Plan | None:
+        """Returns ``plan`` in a faster sequence of the backward, if there is one and the code keeps the sequence of a plan."""
+        fastest = self.search.best(None, accepts or bool)
+        if plan is None or fastest is None or not self.graph.fuses or Strategies.REORDER not in self.strategies:
+            return plan
+        if not plan.keeps_its_sequence and plan.cost_seconds <= fastest.cost_seconds:
+            return plan
+        with self.limit.beside(settings.postponing_share) as limit:
+            found = with_gradients_postponed(plan, limit, budget, accepts or bool)
+        self.check(found)
+        return found
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
@@ -178,7 +194,7 @@ class Planner:
             self.check(descent.best)
         judged = self.judge(descent.best or self.smallest, None)
         return replace(
-            judged, plan=descent.best, smallest=self.smallest, candidates=self.search.simulated,
+            judged, plan=self._with_sequence(descent.best), smallest=self.smallest, candidates=self.search.simulated,
             interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
         )  # fmt: skip
 
