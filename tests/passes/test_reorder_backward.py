@@ -17,6 +17,7 @@ from autoremat import Plan
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture, capture
 from autoremat.passes.reorder_backward import reorder_backward
+from autoremat.planner.graph.op import Kind
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.search.gradients_first import with_gradients_first
 from autoremat.torch_private import fake_tensors, joint_graphs
@@ -76,6 +77,56 @@ def test_inductor_keeps_the_sequence_of_the_plan():
     (model, x), (whole, reordered) = block(), plans("inductor")
     found, peak = checked(reordered, "inductor")
     assert peak < whole.peak_bytes
+    for name, tensor in train_step(model, model, [x]).tensors.items():
+        torch.testing.assert_close(found.tensors[name], tensor)
+
+
+class Layers(nn.Module):
+    """Wide layers with a GELU between narrow ones. Under `BUDGET`, the plan computes activations again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.layers(x).square().mean(),)
+
+
+BUDGET = {"cost_model": "roofline", "memory_budget": 0.6}
+
+
+def kernels(plan: Plan) -> list[list[str]]:
+    """The ops of the backward from which the model's GELUs and their gradients came, in one list for each fusion group."""
+    groups: list[list[str]] = [[]]
+    for index in plan.schedule.backward:
+        op = plan.graph.ops[index]
+        if op.kind is Kind.EXTERN:
+            groups.append([])
+        elif "gelu" in op.decomposed_from and op.decomposed_from not in groups[-1]:
+            groups[-1].append(op.decomposed_from)
+    return [group for group in groups if group]
+
+
+def test_a_repeated_activation_is_in_the_fusion_group_of_its_gradient():
+    """Without Inductor nothing is fused, and the backward stays as autograd traced it."""
+    model, x = Layers(), torch.randn(512, 32)
+    plan = autoremat.explain(model, x, lower=False, options=BUDGET).plan
+    assert kernels(plan).count(["aten.gelu.default", "aten.gelu_backward.default"]) > 1
+    assert ["aten.gelu.default"] not in kernels(plan)
+    alone = autoremat.explain(model, x, lower=False, options=BUDGET | {"compiler": "aot_eager"}).plan
+    assert alone.schedule.keeps_sequence(alone.graph)
+
+
+@pytest.mark.slow
+def test_inductor_runs_postponed_gradients_at_the_planned_peak():
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(512, 32)
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="autoremat", options=BUDGET)
+    found, peak = train_step(step, model, [x]), measured_step(step, model, [x])
+    plan = autoremat.reports()[-1].plan
+    assert not plan.schedule.keeps_sequence(plan.graph)
+    assert peak <= plan.peak_bytes
     for name, tensor in train_step(model, model, [x]).tensors.items():
         torch.testing.assert_close(found.tensors[name], tensor)
 

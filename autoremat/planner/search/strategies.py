@@ -21,7 +21,8 @@ class Strategies(enum.Flag):
     LOWER = enum.auto()
     """The search for the least peak, if nothing else fits."""
     REORDER = enum.auto()
-    """That search once more, with gradients that nothing reads computed as soon as they can be."""
+    """Gradients that nothing reads at another place of the backward: as early as they can be, for that search once more, and
+    later, where the ops around them then share a kernel."""
 
 
 IN_SEQUENCE = (
