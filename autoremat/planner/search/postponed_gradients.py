@@ -8,8 +8,9 @@ activation's operand, if the activation runs again. The extern kernel between th
     dw = x.T @ dy                                  dh = gelu_backward(dx, h)
     dh = gelu_backward(dx, h)  another kernel      dw = x.T @ dy
 
-A move changes neither what is saved nor what runs. It pays if the predicted seconds fall and the peak keeps to its limit
-(:mod:`autoremat.planner.cost.durations`). All moves are tried together first, then the halves of those that do not pay.
+A move changes neither what is saved nor what runs. It is made if the predicted seconds do not rise and the peak keeps to its
+limit (:mod:`autoremat.planner.cost.durations`). They need not fall: the code generator computes equal expressions in a kernel
+once, which the prediction does not know. All moves are tried together first, then the halves of those that fail.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ Gradients = dict[int, frozenset[int]]
 def with_gradients_postponed(
     plan: Plan, limit: WorkLimit, budget: int | None = None, accepts: Callable[[Plan], bool] = bool
 ) -> Plan:
-    """Returns ``plan`` with the moves that pay and that ``accepts`` admits, as far as ``limit`` lets them be tried.
+    """Returns ``plan`` with the moves that cost nothing and that ``accepts`` admits, as far as ``limit`` lets them be tried.
 
     The peak stays within ``budget`` bytes; None for the peak of ``plan``.
     """
     most = plan.peak_bytes if budget is None else budget
-    moved, best, waiting = Gradients(), plan, [list(_dividing(plan.graph, plan.schedule).items())]
+    gradients = list(_dividing(plan.graph, plan.schedule).items())
+    moved, best, waiting = Gradients(), plan, [gradients] if gradients else []
     while waiting and not limit.has_passed():
         tried = waiting.pop(0)
         with limit.unit(2 * SIMULATION * len(plan.sequence)):
             found = _postponed(plan, moved | dict(tried))
-            pays = found is not None and _pays(found, best, most) and accepts(found)
-        if found is not None and pays:
+        if found is not None and _is_allowed(found, best, most) and accepts(found):
             best, moved = found, moved | dict(tried)
         elif len(tried) > 1:
             waiting += [tried[: len(tried) // 2], tried[len(tried) // 2 :]]
     return best
 
 
-def _pays(found: Plan, best: Plan, budget: int) -> bool:
-    """Returns True if ``found`` is faster than ``best``, within ``budget`` bytes, and takes no more memory on the host."""
+def _is_allowed(found: Plan, best: Plan, budget: int) -> bool:
+    """Returns True if ``found`` is no slower than ``best``, within ``budget`` bytes, and takes no more memory on the host."""
     fits = found.peak_bytes <= budget and found.host_bytes <= best.host_bytes
-    return fits and found.predicted_seconds < best.predicted_seconds * (1 - ROUNDING)
+    return fits and found.predicted_seconds <= best.predicted_seconds * (1 + ROUNDING)
 
 
 def _postponed(plan: Plan, gradients: Gradients) -> Plan | None:
@@ -126,10 +127,10 @@ def _dividing(graph: Graph, schedule: Schedule) -> Gradients:
             passed.clear()
             touched.clear()
         elif index not in casts:
-            if not touched.isdisjoint(graph.ops[index].inputs):
+            if not touched.isdisjoint(graph.computed_inputs[index]):
                 found |= {gradient: alone[gradient] for gradient in passed}
                 passed.clear()
-            touched.update(graph.ops[index].inputs, graph.made[index])
+            touched.update(graph.computed_inputs[index], graph.made[index])
     return found
 
 

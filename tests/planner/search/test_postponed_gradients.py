@@ -154,7 +154,7 @@ def test_a_plan_never_loses_by_it(data):
     found.check(ignores_recompute=True)
     assert found.peak_bytes <= plan.peak_bytes if budget is None else budget
     assert found.host_bytes <= plan.host_bytes
-    assert found.predicted_seconds <= plan.predicted_seconds
+    assert found.predicted_seconds <= plan.predicted_seconds * (1 + 1e-8)
     assert sorted(found.schedule.backward) == sorted(plan.schedule.backward)
     assert (found.saved_bytes, found.stored_bytes) == (plan.saved_bytes, plan.stored_bytes)
 
