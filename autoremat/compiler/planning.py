@@ -311,6 +311,8 @@ def planner_of(
     graph, left = set_aside(constrained.graph, bound, host) if bound else (constrained.graph, host)
     # What the allocator reserves need not fall with the peak, so such a budget gets no lower peak and no other sequence.
     strategies = EVERY_STRATEGY if request.count == "allocated" else IN_SEQUENCE & ~Strategies.LOWER
+    if bound:  # values that are completed behind the search may need the bytes that a later gradient takes
+        strategies &= ~Strategies.RUN_LATER
     planner = known or new_planner(graph, request.time_limit, given, soft_budget, left, strategies)
     if known is None:
         planner = BoundForms(planner, constrained.graph, bound, host) if bound else planner

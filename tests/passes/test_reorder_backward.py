@@ -118,7 +118,7 @@ def test_a_repeated_activation_is_in_the_fusion_group_of_its_gradient():
 
 
 @pytest.mark.slow
-def test_inductor_runs_postponed_gradients_at_the_planned_peak():
+def test_inductor_runs_gradients_later_at_the_planned_peak():
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(256, 128)
     torch._dynamo.reset()

@@ -68,7 +68,7 @@ class Plan(Shown):
     """The bound on the bytes on the host for which the plan was made, or None."""
     lower_bound_seconds: float = 0.0
     """No plan within the budget that keeps the sequence of the backward costs fewer seconds (``cost_seconds``). 0 if only
-    plans in another sequence are known to fit, infinite if no plan fits."""
+    plans in another sequence may fit, infinite if no plan fits."""
     lower_bound_bytes: int = 0
     """No plan has a lower peak, in bytes."""
     interrupted: bool = False

@@ -26,12 +26,12 @@ from autoremat.planner.graph.schedule import build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.least_peak import lowered, relaxed, reordered
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.peak_bound import PeakBound
 from autoremat.planner.search.plans_with_stays import PlansWithStays
-from autoremat.planner.search.postponed_gradients import with_gradients_postponed
 from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
 from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
@@ -268,10 +268,13 @@ class Search:
         first = self.lowest_in_sequence
         if Strategies.LOWER | Strategies.REORDER not in self.strategies or self.graph.single_phase:
             return first
-        with self.limit.beside(SETTINGS.least_peak.share) as limit:
-            found = [with_gradients_postponed(first, limit) if self.graph.fuses else first]
-            if not first.schedule.stays:
+        found = [first]
+        if not first.schedule.stays:
+            with self.limit.beside(SETTINGS.least_peak.share) as limit:
                 found.append(reordered(first, limit))
+        if Strategies.RUN_LATER in self.strategies and self.graph.fuses:
+            with self.limit.beside(settings.gradients_later_share) as limit:
+                found.append(with_gradients_later(first, limit))
         return min(found, key=lambda plan: plan.peak_bytes)
 
     def lowest_for(self, budget: int) -> Plan:

@@ -12,10 +12,10 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
+from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.postponed_gradients import with_gradients_postponed
 from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.time_budget import Descent, TimeBudget
 from autoremat.planner.search.work_limit import CHECK, WorkLimit
@@ -107,22 +107,23 @@ class Planner:
         if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
             smallest = search.lowest_for(budget_bytes)
         seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes, best)
-        best = self._with_sequence(best, budget_bytes, accepts)
+        best = self._with_gradients_later(best, budget_bytes, accepts)
         ends = (search.is_limited, self.ended_by_clock)
         return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends)
 
-    def _with_sequence(
+    def _with_gradients_later(
         self, plan: Plan | None, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None
     ) -> Plan | None:
-        """Returns ``plan`` in a faster sequence of the backward, if there is one and the code keeps the sequence of a plan."""
-        fastest = self.search.best(None, accepts or bool)
-        if plan is None or fastest is None or not self.graph.fuses or Strategies.REORDER not in self.strategies:
+        """Returns ``plan`` with gradients later, if its code keeps its sequence. Inductor orders other code itself."""
+        if plan is None or not self.graph.fuses or Strategies.RUN_LATER not in self.strategies:
             return plan
-        if not plan.keeps_its_sequence and plan.cost_seconds <= fastest.cost_seconds:
+        fastest = None if plan.keeps_its_sequence else self.search.best(None, accepts or bool)
+        if fastest is not None and plan.cost_seconds <= fastest.cost_seconds:
             return plan
-        with self.limit.beside(settings.postponing_share) as limit:
-            found = with_gradients_postponed(plan, limit, budget, accepts or bool)
-        self.check(found)
+        with _without_garbage_collection(), self.limit.beside(settings.gradients_later_share) as limit:
+            found = with_gradients_later(plan, limit, budget, accepts or bool)
+        if found is not plan:
+            self.check(found)
         return found
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
@@ -142,14 +143,17 @@ class Planner:
     def _least_seconds(self, budget: int, plan: Plan | None) -> float:
         """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits.
 
-        It holds for plans in the graph's sequence, of which ``plan`` is the best. It is 0 if ``plan`` has another sequence, or
-        if none is known and another sequence might fit.
+        It holds for plans in the graph's sequence, of which ``plan`` is the best. It is 0 if no such plan fits, but one in
+        another sequence does or might.
         """
         if budget < self._least_bytes():
             return math.inf
         seconds = self.moments.seconds(budget)
-        is_known = plan is None or plan.schedule.keeps_sequence(self.graph)
-        return seconds if is_known and math.isfinite(seconds) else 0.0
+        if not math.isfinite(seconds):
+            return 0.0
+        if plan is None or plan.schedule.keeps_sequence(self.graph):
+            return seconds
+        return min(seconds, plan.cost_seconds)
 
     def choose(
         self,
@@ -194,7 +198,7 @@ class Planner:
             self.check(descent.best)
         judged = self.judge(descent.best or self.smallest, None)
         return replace(
-            judged, plan=self._with_sequence(descent.best), smallest=self.smallest, candidates=self.search.simulated,
+            judged, plan=self._with_gradients_later(descent.best), smallest=self.smallest, candidates=self.search.simulated,
             interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
         )  # fmt: skip
 

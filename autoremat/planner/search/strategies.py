@@ -21,8 +21,9 @@ class Strategies(enum.Flag):
     LOWER = enum.auto()
     """The search for the least peak, if nothing else fits."""
     REORDER = enum.auto()
-    """Gradients that nothing reads at another place of the backward: as early as they can be, for that search once more, and
-    later, where the ops around them then share a kernel."""
+    """That search once more, with gradients that nothing reads computed as soon as they can be."""
+    RUN_LATER = enum.auto()
+    """Such gradients later in the plan that is chosen, where the ops around them then share a fused kernel."""
 
 
 IN_SEQUENCE = (
@@ -30,4 +31,4 @@ IN_SEQUENCE = (
 )
 """Every strategy that keeps the sequence of the backward's own ops."""
 
-EVERY_STRATEGY = IN_SEQUENCE | Strategies.REORDER
+EVERY_STRATEGY = IN_SEQUENCE | Strategies.REORDER | Strategies.RUN_LATER

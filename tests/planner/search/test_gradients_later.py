@@ -13,9 +13,10 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.postponed_gradients import with_gradients_postponed
 from autoremat.planner.search.strategies import IN_SEQUENCE
+from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.planner.search.work_limit import WorkLimit
 
 BYTE = 0.001
@@ -27,7 +28,7 @@ POINTWISE = {"kind": Kind.POINTWISE, "seconds": 0.4, "memory_bound_seconds": 0.4
 class Layers:
     """Layers with activations between them: `h -> x = f(h) -> h' = x @ w`. Their gradients come as autograd traces them."""
 
-    def __init__(self, *sizes: int, casts: int = 0, trait: Trait = Trait.NONE, reads_gradient: bool = False) -> None:
+    def __init__(self, *sizes: int, casts: int = 0, chain: int = 0, trait: Trait = Trait.NONE, **fields: object) -> None:
         build = GraphBuilder()
         hidden, activations, made = [build.op([build.source(0)], sizes[0])], [], []
         for size in sizes:
@@ -39,10 +40,10 @@ class Layers:
             of_weight = build.op([gradient, x], 1, forward=False, traits=trait)
             self.gradients.append(build.values[of_weight].producer)
             gradient = build.op([dx, h], size, forward=False, in_place=(dx,), **POINTWISE)
-            if reads_gradient:
-                gradient = build.op([gradient, of_weight], size, forward=False, **POINTWISE)
+            for _ in range(chain):
+                gradient = build.op([gradient], size, forward=False, in_place=(gradient,), **POINTWISE)
             for _ in range(casts):
-                of_weight = build.op([of_weight], 1, forward=False, **POINTWISE)
+                of_weight = build.op([of_weight], 1, forward=False, **(POINTWISE | fields))
             made.append(of_weight)
         made.append(build.op([gradient], 1, forward=False))
         self.graph = build.graph(
@@ -52,8 +53,8 @@ class Layers:
         self.plan = Plan.of(self.graph, build_schedule(self.graph, hidden[:-1]), "by hand")
 
 
-def postponed(plan: Plan, **keywords: object) -> Plan:
-    found = with_gradients_postponed(plan, WorkLimit(), **keywords)
+def run_later(plan: Plan, **keywords: object) -> Plan:
+    found = with_gradients_later(plan, WorkLimit(), **keywords)
     found.check()
     return found
 
@@ -66,7 +67,7 @@ def moved(layers: Layers, found: Plan) -> list[bool]:
 
 def test_a_repeated_activation_and_its_gradient_share_a_kernel():
     layers = Layers(100)
-    found = postponed(layers.plan)
+    found = run_later(layers.plan)
     assert moved(layers, found) == [True]
     saved_read, saved_launch = 100 * BYTE, 0.001
     assert layers.plan.predicted_seconds - found.predicted_seconds == pytest.approx(saved_read + saved_launch)
@@ -77,7 +78,7 @@ def test_a_repeated_activation_and_its_gradient_share_a_kernel():
 
 def test_casts_of_a_gradient_move_with_it():
     layers = Layers(100, casts=2)
-    found = postponed(layers.plan)
+    found = run_later(layers.plan)
     own = found.schedule.own(layers.graph)
     place = own.index(layers.gradients[0])
     assert [layers.graph.ops[index].kind for index in own[place - 1 : place + 3]] == [
@@ -89,25 +90,27 @@ def test_casts_of_a_gradient_move_with_it():
 @pytest.mark.parametrize("trait", [Trait.COLLECTIVE, Trait.RANDOM, Trait.EFFECTFUL])
 def test_no_effect_moves(trait):
     layers = Layers(100, trait=trait)
-    assert postponed(layers.plan) is layers.plan
+    assert run_later(layers.plan) is layers.plan
 
 
-def test_a_gradient_that_another_op_reads_stays():
-    layers = Layers(100, reads_gradient=True)
-    assert postponed(layers.plan) is layers.plan
+@pytest.mark.parametrize("fields", [{"traits": Trait.OPAQUE}, {"kind": Kind.REDUCTION}], ids=["opaque", "reduction"])
+def test_a_gradient_that_more_than_a_cast_reads_stays(fields):
+    layers = Layers(100, 100, casts=1, **fields)
+    assert run_later(layers.plan) is layers.plan
 
 
-def test_a_gradient_between_ops_that_share_nothing_stays():
+@pytest.mark.parametrize("chain", [0, 2])
+def test_a_gradient_between_ops_that_share_nothing_stays(chain):
     """A plan that saves the activation does not run it again, so there is no kernel to share."""
-    layers = Layers(100)
+    layers = Layers(100, 100, chain=chain)
     whole = Plan.of(layers.graph, build_schedule(layers.graph, layers.graph.backward_needs))
-    assert postponed(whole) is whole
+    assert run_later(whole, budget=2 * whole.peak_bytes) is whole
 
 
 def test_without_fusion_there_is_no_kernel_to_share():
     graph = dataclasses.replace(Layers(100).graph, fuses=False)
     plan = Plan.of(graph, Layers(100).plan.schedule)
-    assert postponed(plan) is plan
+    assert run_later(plan) is plan
 
 
 def with_a_full_moment(layers: Layers) -> Plan:
@@ -122,23 +125,23 @@ def with_a_full_moment(layers: Layers) -> Plan:
 def test_moves_that_raise_the_peak_are_left_out_one_by_one():
     layers = Layers(100, 100, 100, 100)
     plan = with_a_full_moment(layers)
-    found = postponed(plan)
+    found = run_later(plan)
     assert moved(layers, found) == [False, True, True, True]
     assert found.peak_bytes == plan.peak_bytes
-    assert moved(layers, postponed(plan, budget=2 * plan.peak_bytes)) == [True, True, True, True]
+    assert moved(layers, run_later(plan, budget=2 * plan.peak_bytes)) == [True, True, True, True]
 
 
 def test_only_accepted_plans_count():
     layers = Layers(100, 100)
     first = layers.gradients[0]
-    found = postponed(layers.plan, accepts=lambda plan: plan.schedule.own(layers.graph)[1] == first)
+    found = run_later(layers.plan, accepts=lambda plan: plan.schedule.own(layers.graph)[1] == first)
     assert moved(layers, found) == [False, True]
-    assert postponed(layers.plan, accepts=lambda plan: False) is layers.plan
+    assert run_later(layers.plan, accepts=lambda plan: False) is layers.plan
 
 
 def test_no_work_no_moves():
     layers = Layers(100)
-    assert with_gradients_postponed(layers.plan, WorkLimit(0.0)) is layers.plan
+    assert with_gradients_later(layers.plan, WorkLimit(0.0)) is layers.plan
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,9 +153,10 @@ def test_a_plan_never_loses_by_it(data):
     stays = data.draw(stays_of(graph, schedule))
     plan = Plan.of(graph, Schedule(schedule.forward, schedule.backward, stays))
     budget = data.draw(st.sampled_from([None, 2 * plan.peak_bytes]))
-    found = with_gradients_postponed(plan, WorkLimit(), budget)
+    found = with_gradients_later(plan, WorkLimit(), budget)
     found.check(ignores_recompute=True)
-    assert found.peak_bytes <= plan.peak_bytes if budget is None else budget
+    assert found.peak_bytes <= (plan.peak_bytes if budget is None else budget)
+    assert found.cost_seconds <= plan.cost_seconds * (1 + 1e-8)
     assert found.host_bytes <= plan.host_bytes
     assert found.predicted_seconds <= plan.predicted_seconds * (1 + 1e-8)
     assert sorted(found.schedule.backward) == sorted(plan.schedule.backward)
@@ -184,3 +188,15 @@ def test_the_bound_is_that_of_plans_in_sequence():
     expected = Planner(graph, strategies=IN_SEQUENCE).find(budget).lower_bound_seconds
     assert planner.find(budget).lower_bound_seconds == pytest.approx(expected)
     assert expected > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_budget_of_time_is_kept(data):
+    """Shorter kernels hide less of a transfer, which must not cost more than the budget of time allows."""
+    graph = with_forms(Layers(*data.draw(st.lists(st.sampled_from([100, 1000, 5000]), min_size=2, max_size=5))).graph)
+    planner = Planner(graph)
+    time = TimeBudget(planner.baseline, data.draw(st.sampled_from([0.05, 0.15, 0.5])))
+    found = planner.least_peak(time).plan
+    assert found is not None
+    assert time.keeps(found)

@@ -1,4 +1,4 @@
-"""Postpones gradients that nothing reads, such as those of weights, where the ops around them then share a fused kernel.
+"""Runs gradients that nothing reads, such as those of weights, later, where the ops around them then share a fused kernel.
 
 Autograd traces a weight's gradient before the gradient of the activation function in front of the layer. Both read the
 activation's operand, if the activation runs again. The extern kernel between them keeps them in two kernels:
@@ -8,9 +8,9 @@ activation's operand, if the activation runs again. The extern kernel between th
     dw = x.T @ dy                                  dh = gelu_backward(dx, h)
     dh = gelu_backward(dx, h)  another kernel      dw = x.T @ dy
 
-A move changes neither what is saved nor what runs. It is made if the predicted seconds do not rise and the peak keeps to its
-limit (:mod:`autoremat.planner.cost.durations`). They need not fall: the code generator computes equal expressions in a kernel
-once, which the prediction does not know. All moves are tried together first, then the halves of those that fail.
+A move changes neither what is saved nor what runs. It is made if the peak keeps to its limit, and neither the predicted seconds
+(:mod:`autoremat.planner.cost.durations`) nor the cost by which plans are compared rises. With stays, the cost may: a shorter
+kernel hides less of a transfer. All moves are tried together first, then the halves of those that fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Gradients = dict[int, frozenset[int]]
 """Ops that compute gradients, and for each of them the ops that cast its results before they are returned."""
 
 
-def with_gradients_postponed(
+def with_gradients_later(
     plan: Plan, limit: WorkLimit, budget: int | None = None, accepts: Callable[[Plan], bool] = bool
 ) -> Plan:
     """Returns ``plan`` with the moves that cost nothing and that ``accepts`` admits, as far as ``limit`` lets them be tried.
@@ -43,8 +43,9 @@ def with_gradients_postponed(
     while waiting and not limit.has_passed():
         tried = waiting.pop(0)
         with limit.unit(2 * SIMULATION * len(plan.sequence)):
-            found = _postponed(plan, moved | dict(tried))
-        if found is not None and _is_allowed(found, best, most) and accepts(found):
+            found = _moved(plan, moved | dict(tried))
+            allowed = found is not None and _is_allowed(found, best, most) and accepts(found)
+        if found is not None and allowed:
             best, moved = found, moved | dict(tried)
         elif len(tried) > 1:
             waiting += [tried[: len(tried) // 2], tried[len(tried) // 2 :]]
@@ -52,12 +53,14 @@ def with_gradients_postponed(
 
 
 def _is_allowed(found: Plan, best: Plan, budget: int) -> bool:
-    """Returns True if ``found`` is no slower than ``best``, within ``budget`` bytes, and takes no more memory on the host."""
-    fits = found.peak_bytes <= budget and found.host_bytes <= best.host_bytes
-    return fits and found.predicted_seconds <= best.predicted_seconds * (1 + ROUNDING)
+    """Returns True if ``found`` differs from ``best``, is no slower, and keeps to ``budget`` bytes and to the host's."""
+    if found.schedule == best.schedule or found.peak_bytes > budget or found.host_bytes > best.host_bytes:
+        return False
+    is_fast = found.predicted_seconds <= best.predicted_seconds * (1 + ROUNDING)
+    return is_fast and found.cost_seconds <= best.cost_seconds * (1 + ROUNDING)
 
 
-def _postponed(plan: Plan, gradients: Gradients) -> Plan | None:
+def _moved(plan: Plan, gradients: Gradients) -> Plan | None:
     """Returns ``plan`` with ``gradients`` behind the fusible ops that follow them; None if a stay then breaks a rule."""
     graph, schedule = plan.graph, plan.schedule
     moving = {*gradients, *(cast for casts in gradients.values() for cast in casts)}
@@ -116,21 +119,21 @@ def _moved_stays(schedule: Schedule, places: Sequence[int], moving: Collection[i
 
 
 def _dividing(graph: Graph, schedule: Schedule) -> Gradients:
-    """Returns the gradients of the backward that divide fusible ops, one of which reads what another reads or computes."""
+    """Returns the gradients of the backward behind which a fusible op reads what one before them reads or computes."""
     alone = graph.derived(_returned_alone)
     casts = {cast for casts in alone.values() for cast in casts}
-    found, passed, touched = Gradients(), list[int](), set[int]()
-    for index in schedule.backward:
+    found, passed, touched = Gradients(), list[tuple[int, int]](), dict[int, int]()
+    for place, index in enumerate(schedule.backward):
         if index in alone:
-            passed.append(index)
+            passed.append((place, index))
         elif _ends_group(graph, index):
             passed.clear()
             touched.clear()
         elif index not in casts:
-            if not touched.isdisjoint(graph.computed_inputs[index]):
-                found |= {gradient: alone[gradient] for gradient in passed}
-                passed.clear()
-            touched.update(graph.computed_inputs[index], graph.made[index])
+            first = min((touched.get(value, place) for value in graph.computed_inputs[index]), default=place)
+            found |= {gradient: alone[gradient] for behind, gradient in passed if first < behind}
+            for value in (*graph.computed_inputs[index], *graph.made[index]):
+                touched.setdefault(value, place)
     return found
 
 
@@ -151,8 +154,9 @@ def _returned_alone(graph: Graph) -> Gradients:
 
 
 def _is_returned(graph: Graph, value: int) -> bool:
-    """Returns True if a value of the backward is returned, or if only fusible ops read it that read nothing else."""
-    readers = graph.readers[value]
+    """Returns True if a value of the backward is returned, or if only pointwise ops read it that read nothing else."""
+    readers = [graph.ops[index] for index in graph.readers[value]]
     if not readers:
         return value in graph.backward_outputs
-    return all(graph.ops[index].kind is Kind.POINTWISE and graph.computed_inputs[index] == (value,) for index in readers)
+    are_casts = all(op.kind is Kind.POINTWISE and not op.traits & PASSED_BY_NONE for op in readers)
+    return are_casts and all(graph.computed_inputs[index] == (value,) for index in graph.readers[value])
