@@ -14,10 +14,11 @@ from __future__ import annotations
 import numpy as np
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import PASSED_BY_NONE, Kind
+from autoremat.planner.graph.op import PASSED_BY_NONE
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.live_ranges import Buffers
 from autoremat.planner.search.later_recomputation import with_backward
+from autoremat.planner.search.returned_gradients import returned_gradients
 
 
 def with_gradients_first(graph: Graph, schedule: Schedule) -> Schedule:
@@ -25,18 +26,10 @@ def with_gradients_first(graph: Graph, schedule: Schedule) -> Schedule:
     border, buffers = len(schedule.forward), Buffers(graph, schedule)
     ready = np.full(len(schedule.sequence), border)
     np.maximum.at(ready, buffers.reader, buffers.start[buffers.source] + 1)
-    places, free_from = [], border
+    gradients, places, free_from = graph.derived(returned_gradients), [], border
     for position, index in enumerate(schedule.backward, border):
-        may_move = _is_gradient_alone(graph, index)
+        may_move = index in gradients and not gradients[index]  # what casts read would only wait for them
         places.append((max(int(ready[position]), free_from), 0) if may_move else (position, 1))
         if index >= graph.num_forward and graph.ops[index].traits & PASSED_BY_NONE:
             free_from = position + 1
     return with_backward(graph, (index for _, index in sorted(zip(places, schedule.backward, strict=True), key=lambda e: e[0])))
-
-
-def _is_gradient_alone(graph: Graph, index: int) -> bool:
-    """Returns True if an op is an extern kernel of the backward whose results are returned and not read."""
-    op = graph.ops[index]
-    if op.forward or op.kind is not Kind.EXTERN or op.traits & PASSED_BY_NONE or not op.outputs:
-        return False
-    return all(value in graph.backward_outputs and not graph.readers[value] for value in op.outputs)

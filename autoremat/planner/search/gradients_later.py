@@ -24,10 +24,8 @@ from autoremat.planner.graph.op import PASSED_BY_NONE, Kind
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import ROUNDING
+from autoremat.planner.search.returned_gradients import Gradients, returned_gradients
 from autoremat.planner.search.work_limit import SIMULATION, WorkLimit
-
-Gradients = dict[int, frozenset[int]]
-"""Ops that compute gradients, and for each of them the ops that cast its results before they are returned."""
 
 
 def with_gradients_later(
@@ -44,11 +42,10 @@ def with_gradients_later(
         tried = waiting.pop(0)
         with limit.unit(2 * SIMULATION * len(plan.sequence)):
             found = _moved(plan, moved | dict(tried))
-            allowed = found is not None and _is_allowed(found, best, most) and accepts(found)
-        if found is not None and allowed:
-            best, moved = found, moved | dict(tried)
-        elif len(tried) > 1:
-            waiting += [tried[: len(tried) // 2], tried[len(tried) // 2 :]]
+            if found is not None and _is_allowed(found, best, most) and accepts(found):
+                best, moved = found, moved | dict(tried)
+            elif len(tried) > 1:
+                waiting += [tried[: len(tried) // 2], tried[len(tried) // 2 :]]
     return best
 
 
@@ -120,7 +117,7 @@ def _moved_stays(schedule: Schedule, places: Sequence[int], moving: Collection[i
 
 def _dividing(graph: Graph, schedule: Schedule) -> Gradients:
     """Returns the gradients of the backward behind which a fusible op reads what one before them reads or computes."""
-    alone = graph.derived(_returned_alone)
+    alone = graph.derived(returned_gradients)
     casts = {cast for casts in alone.values() for cast in casts}
     found, passed, touched = Gradients(), list[tuple[int, int]](), dict[int, int]()
     for place, index in enumerate(schedule.backward):
@@ -135,28 +132,3 @@ def _dividing(graph: Graph, schedule: Schedule) -> Gradients:
             for value in (*graph.computed_inputs[index], *graph.made[index]):
                 touched.setdefault(value, place)
     return found
-
-
-def _returned_alone(graph: Graph) -> Gradients:
-    """Returns the extern kernels of the backward whose results nothing reads but casts, and which are returned then."""
-    found = Gradients()
-    for index in range(graph.num_forward, len(graph.ops)):
-        op = graph.ops[index]
-        if op.kind is Kind.EXTERN and op.outputs and not op.traits & PASSED_BY_NONE:
-            casts, values = set[int](), list(op.outputs)
-            while values and _is_returned(graph, values[-1]):
-                value = values.pop()
-                casts.update(graph.readers[value])
-                values += [made for reader in graph.readers[value] for made in graph.made[reader]]
-            if not values:
-                found[index] = frozenset(casts)
-    return found
-
-
-def _is_returned(graph: Graph, value: int) -> bool:
-    """Returns True if a value of the backward is returned, or if only pointwise ops read it that read nothing else."""
-    readers = [graph.ops[index] for index in graph.readers[value]]
-    if not readers:
-        return value in graph.backward_outputs
-    are_casts = all(op.kind is Kind.POINTWISE and not op.traits & PASSED_BY_NONE for op in readers)
-    return are_casts and all(graph.computed_inputs[index] == (value,) for index in graph.readers[value])

@@ -131,6 +131,17 @@ def test_moves_that_raise_the_peak_are_left_out_one_by_one():
     assert moved(layers, run_later(plan, budget=2 * plan.peak_bytes)) == [True, True, True, True]
 
 
+def test_a_move_that_makes_the_step_longer_is_not_made():
+    """The activation alone takes less than its traffic. In the kernel of the gradient, its traffic adds to a longer time."""
+    layers = Layers(100)
+    activation, behind = layers.plan.recomputed[-1], layers.gradients[0] + 1
+    ops = list(layers.graph.ops)
+    for index, seconds in ((activation, 0.01), (behind, 10.0)):
+        ops[index] = dataclasses.replace(ops[index], seconds=seconds, memory_bound_seconds=seconds)
+    plan = Plan.of(dataclasses.replace(layers.graph, ops=tuple(ops)), layers.plan.schedule)
+    assert run_later(plan) is plan
+
+
 def test_only_accepted_plans_count():
     layers = Layers(100, 100)
     first = layers.gradients[0]
@@ -144,11 +155,19 @@ def test_no_work_no_moves():
     assert with_gradients_later(layers.plan, WorkLimit(0.0)) is layers.plan
 
 
+@st.composite
+def layered(draw: st.DrawFn) -> Graph:
+    """Graphs of layers, most of whose gradients may move."""
+    sizes = draw(st.lists(st.sampled_from([1, 100, 1000]), min_size=1, max_size=5))
+    graph = Layers(*sizes, casts=draw(st.integers(0, 2)), chain=draw(st.integers(0, 2))).graph
+    return dataclasses.replace(graph, fusion_groups_hold_buffers=draw(st.booleans()))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_plan_never_loses_by_it(data):
     """Stays keep to their rules: the check of plans knows them by its own arithmetic."""
-    graph = with_forms(data.draw(graphs(max_ops=30, fuses=True)))
+    graph = with_forms(data.draw(st.one_of(layered(), graphs(max_ops=30, fuses=True))))
     schedule = build_schedule(graph, close_under_need(graph, data.draw(saved_sets(graph))))
     stays = data.draw(stays_of(graph, schedule))
     plan = Plan.of(graph, Schedule(schedule.forward, schedule.backward, stays))
@@ -160,7 +179,7 @@ def test_a_plan_never_loses_by_it(data):
     assert found.host_bytes <= plan.host_bytes
     assert found.predicted_seconds <= plan.predicted_seconds * (1 + 1e-8)
     assert sorted(found.schedule.backward) == sorted(plan.schedule.backward)
-    assert (found.saved_bytes, found.stored_bytes) == (plan.saved_bytes, plan.stored_bytes)
+    assert (set(found.saved), found.stored_bytes) == (set(plan.saved), plan.stored_bytes)
 
 
 def find(graph: Graph, share: float, **keywords: object) -> Plan:
