@@ -32,6 +32,7 @@ from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.strategies import EVERY_STRATEGY, IN_SEQUENCE, Strategies
 from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.planner.search.work_limit import WorkLimit
 from autoremat.report.report import Report
 
 OPTIMISM = 0.5
@@ -311,11 +312,12 @@ def planner_of(
     graph, left = set_aside(constrained.graph, bound, host) if bound else (constrained.graph, host)
     # What the allocator reserves need not fall with the peak, so such a budget gets no lower peak and no other sequence.
     strategies = EVERY_STRATEGY if request.count == "allocated" else IN_SEQUENCE & ~Strategies.LOWER
-    if bound:  # values that are completed behind the search may need the bytes that a later gradient takes
-        strategies &= ~Strategies.RUN_LATER
-    planner = known or new_planner(graph, request.time_limit, given, soft_budget, left, strategies)
+    inner = strategies & ~Strategies.RUN_LATER if bound else strategies
+    planner = known or new_planner(graph, request.time_limit, given, soft_budget, left, inner)
+    if known is None and bound:
+        later = WorkLimit(request.time_limit) if Strategies.RUN_LATER in strategies else None
+        planner = BoundForms(planner, constrained.graph, bound, host, later)
     if known is None:
-        planner = BoundForms(planner, constrained.graph, bound, host) if bound else planner
         earlier.searches.append((wanted, planner))
     return planner, constrained
 
