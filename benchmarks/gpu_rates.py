@@ -64,7 +64,7 @@ REPEATED: dict[str, tuple[Rate, Callable[[torch.Tensor], torch.Tensor]]] = {
     "log": (Rate.EXPONENTIAL, lambda x: torch.log(x.abs() + 1)),
     "rsqrt": (Rate.EXPONENTIAL, lambda x: torch.rsqrt(x.abs() + 1)),
     "sigmoid": (Rate.EXPONENTIAL, torch.sigmoid),
-    "tanh": (Rate.SPECIAL, torch.tanh),
+    "tanh": (Rate.TANH, torch.tanh),
     "erf": (Rate.SPECIAL, torch.erf),
     "sin": (Rate.EXPONENTIAL, torch.sin),
     "dropout": (Rate.RANDOM, lambda x: F.dropout(x, 0.1)),

@@ -212,7 +212,8 @@ def _curves(
         if recipes[name].rate in FUSED:
             overhead = overheads["call"]
         if recipes[name].rate in FUSED and device.type == "cuda":  # what a CPU's cache holds, a card moves
-            moving = {amount: curves[curve_name(Rate.STREAM)].seconds(ELEMENT_BYTES * amount) for amount in whole}
+            stream, times = curves[curve_name(Rate.STREAM)], FUSED[recipes[name].rate].times
+            moving = {amount: stream.seconds(ELEMENT_BYTES * amount / times) for amount in whole}
         points = {amount: max(seconds - overhead - moving[amount], LEAST_SHARE * seconds) for amount, seconds in whole.items()}
         plausible = _plausible(recipes[name], points, device)
         if points:

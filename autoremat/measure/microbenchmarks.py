@@ -6,9 +6,9 @@ because Inductor's code differs from the library's, for example for tanh and ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import fx
@@ -24,7 +24,9 @@ Run = Callable[[], object]
 Sized = tuple[float, Run]
 """An amount of work, and a function that does it."""
 
-Compile = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], Run]
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+Compile = Callable[[Function, torch.Tensor], Run]
 
 
 @dataclass(frozen=True)
@@ -135,25 +137,52 @@ def window(place: Place, channels: int) -> Sized:
     return float(image.numel()), lambda: aten.max_pool2d_with_indices(image, [2, 2], [2, 2])
 
 
-def fused(function: Callable[[torch.Tensor], torch.Tensor], compile_: Compile) -> Callable[[Place, int], Sized]:
+def in_turn(function: Function, times: int) -> Function:
+    """Returns ``function`` applied to its own result, ``times`` in all."""
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(times):
+            x = function(x)
+        return x
+
+    return apply
+
+
+def added(function: Callable[[torch.Tensor, int], torch.Tensor], times: int) -> Function:
+    """Returns the sum of ``function(x, number)`` over numbers from 1 to ``times``."""
+    return lambda x: functools.reduce(torch.add, (function(x, number) for number in range(1, times + 1)))
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A function whose compiled kernel does one kind of arithmetic, ``times`` for each element that it reads."""
+
+    function: Function
+    times: int = 1
+
+
+FUSED = {
+    Rate.CHEAP: Arithmetic(in_turn(lambda x: x * 0.5 + 1.0, 8), 16),
+    Rate.EXPONENTIAL: Arithmetic(in_turn(lambda x: torch.exp(-x), 4), 4),
+    Rate.TANH: Arithmetic(in_turn(torch.tanh, 4), 4),
+    Rate.SPECIAL: Arithmetic(in_turn(torch.erf, 4), 4),
+    Rate.RANDOM: Arithmetic(torch.rand_like),
+    Rate.REDUCTION: Arithmetic(added(lambda x, number: (x * number).sum(-1), 8), 8),
+    Rate.NORMALISATION: Arithmetic(lambda x: torch.softmax(x, -1)),
+}
+"""In a chain of fused ops, each op adds its arithmetic alone. A kernel of one such op would show its traffic instead."""
+
+
+def fused(arithmetic: Arithmetic, compile_: Compile) -> Callable[[Place, int], Sized]:
     """Returns the recipe of compiled arithmetic on rows, which is compiled once."""
 
-    @cache
+    @functools.cache
     def prepare(place: Place, rows: int) -> Sized:
         tensor = place.random(rows, ROW)
-        return float(rows * ROW), compile_(function, tensor)
+        return float(rows * ROW * arithmetic.times), compile_(arithmetic.function, tensor)
 
     return prepare
 
-
-FUSED: dict[Rate, Callable[[torch.Tensor], torch.Tensor]] = {
-    Rate.CHEAP: lambda x: x * 0.5 + 1.0,
-    Rate.EXPONENTIAL: lambda x: torch.exp(x),
-    Rate.SPECIAL: lambda x: torch.erf(x),
-    Rate.RANDOM: lambda x: torch.rand_like(x),
-    Rate.REDUCTION: lambda x: x.sum(-1),
-    Rate.NORMALISATION: lambda x: torch.softmax(x, -1),
-}
 
 FUSED_ROWS = {"cpu": 4096, "cuda": 2**18}
 """Rows of compiled arithmetic, so many that it takes longer than a call."""
@@ -188,8 +217,8 @@ def recipes(device: torch.device, compile_: Compile) -> Iterator[Recipe]:
     eager = {**{rate: DENSE[rate] for rate in first}, **MEMORY}
     for rate, (sizes, prepare) in eager.items():
         yield Recipe(rate, sizes, prepare)
-    for rate, function in FUSED.items():
-        yield Recipe(rate, (FUSED_ROWS[device.type],), fused(function, compile_))
+    for rate, arithmetic in FUSED.items():
+        yield Recipe(rate, (FUSED_ROWS[device.type],), fused(arithmetic, compile_))
     for rate in (rate for rate in DENSE if rate not in first):
         yield Recipe(rate, *DENSE[rate])
     for rate, (sizes, prepare) in DENSE.items():
@@ -197,7 +226,7 @@ def recipes(device: torch.device, compile_: Compile) -> Iterator[Recipe]:
             yield Recipe(rate, sizes, prepare, dtype)
 
 
-def compiled(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> Run:
+def compiled(function: Function, tensor: torch.Tensor) -> Run:
     """Returns a call of ``function(tensor)`` as Inductor compiles it, or uncompiled if Inductor cannot compile."""
 
     class Module(torch.nn.Module):

@@ -160,7 +160,7 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
      (aten.median, aten.mode, aten.sort, aten.topk)),
     (OpFacts(rate=Rate.SORT),
      (aten._unique2, aten.unique_dim)),
-    (OpFacts(rate=Rate.SPECIAL, computed_once=True),
+    (OpFacts(rate=Rate.TANH, computed_once=True),
      (aten.tanh,)),
     (OpFacts(rate=Rate.SPECIAL),
      (aten._thnn_fused_gru_cell, aten._thnn_fused_gru_cell_backward, aten._thnn_fused_lstm_cell,

@@ -18,7 +18,7 @@ from autoremat.torch_private.symbolic_sizes import size_hint
 FUSED_SHARE = 3
 """A fused pointwise op is charged 1/``FUSED_SHARE`` of the bytes that it would move alone: its share of the chain's traffic."""
 
-BY_ELEMENT = frozenset({Rate.EXPONENTIAL, Rate.SPECIAL, Rate.NORMALISATION, Rate.SORT, Rate.SCAN, Rate.WINDOW})
+BY_ELEMENT = frozenset({Rate.EXPONENTIAL, Rate.TANH, Rate.SPECIAL, Rate.NORMALISATION, Rate.SORT, Rate.SCAN, Rate.WINDOW})
 """Rates of arithmetic per element."""
 
 MOST_MULTIPLIED = 8

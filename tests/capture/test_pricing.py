@@ -93,7 +93,7 @@ def test_every_class_of_op_has_its_rate():
     found = rates_by_op(captured(function, index))
     for op, rate in {
         "mm": Rate.MATMUL, "bmm": Rate.BATCHED_MATMUL, "embedding": Rate.GATHER, "embedding_dense_backward": Rate.SCATTER,
-        "cumsum": Rate.SCAN, "sort": Rate.SORT, "tanh": Rate.SPECIAL, "exp": Rate.EXPONENTIAL, "sum": Rate.REDUCTION,
+        "cumsum": Rate.SCAN, "sort": Rate.SORT, "tanh": Rate.TANH, "exp": Rate.EXPONENTIAL, "sum": Rate.REDUCTION,
         "_softmax": Rate.NORMALISATION, "max_pool2d_with_indices": Rate.WINDOW,
         "_scaled_dot_product_flash_attention_for_cpu": Rate.ATTENTION,
         "_scaled_dot_product_flash_attention_for_cpu_backward": Rate.ATTENTION_BACKWARD,

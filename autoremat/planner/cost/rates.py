@@ -46,9 +46,10 @@ class Rate(str, enum.Enum):
     STREAM = "stream"  # bytes read or written in order
     GATHER = "gather"  # bytes read by index
     SCATTER = "scatter"  # bytes added to by index
-    CHEAP = "cheap"  # elements: add, multiply, compare
+    CHEAP = "cheap"  # elements, of one op in a chain of fused ones: add, multiply, compare
     EXPONENTIAL = "exponential"  # elements: exp, log, sigmoid
-    SPECIAL = "special"  # elements: tanh, erf
+    TANH = "tanh"  # elements
+    SPECIAL = "special"  # elements: erf, powers
     RANDOM = "random"  # elements
     REDUCTION = "reduction"  # elements read: sum, maximum
     NORMALISATION = "normalisation"  # elements read: softmax, layer norm
