@@ -14,9 +14,10 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role, Trait
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.bound_forms import BoundForms, set_aside
 from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.strategies import IN_SEQUENCE
+from autoremat.planner.search.strategies import EVERY_STRATEGY, IN_SEQUENCE, Strategies
 from autoremat.planner.search.work_limit import WorkLimit
 
 BYTE = 0.001
@@ -231,3 +232,24 @@ def test_a_move_that_a_transfer_then_waits_for_is_not_made():
     assert plan.stall_seconds > 0
     assert found.cost_seconds == pytest.approx(plan.cost_seconds)
     assert moved(layers, found) == [False, True]
+
+
+def test_gradients_move_once_values_have_the_form_that_constraints_demand():
+    graph = Layers(100, 100, 100, 100).graph
+    stored = min(Planner(graph).baseline.saved)
+    host = Form("host", Transfer(Engine.TO_HOST, 0.01), Transfer(Engine.FROM_HOST, 0.01), host_bytes=100)
+    values = [dataclasses.replace(v, forms=(host,) if number == stored else ()) for number, v in enumerate(graph.values)]
+    graph, bound = dataclasses.replace(graph, values=tuple(values)), frozenset({stored})
+    inner, _ = set_aside(graph, bound, None)
+
+    def find(later: WorkLimit | None) -> Plan:
+        source = BoundForms(Planner(inner, strategies=EVERY_STRATEGY & ~Strategies.RUN_LATER), graph, bound, None, later)
+        found = source.find(int(0.8 * source.baseline.peak_bytes)).plan
+        assert found is not None
+        return found
+
+    in_sequence, found = find(None), find(WorkLimit(10.0))
+    assert {stay.value for stay in found.schedule.stays} == {stay.value for stay in in_sequence.schedule.stays} == {stored}
+    assert in_sequence.schedule.keeps_sequence(graph)
+    assert not found.schedule.keeps_sequence(graph)
+    assert found.predicted_seconds < in_sequence.predicted_seconds
