@@ -1,17 +1,17 @@
 """Measured slow-downs and peaks of plans for `max_slowdown`, beside torch's lowest peak at the same measured time.
 
-    python benchmarks/slowdown.py                                 # six models, about 15 minutes on two idle cores
+    python benchmarks/slowdown.py                                 # six models, about 40 minutes on two idle cores
     python benchmarks/slowdown.py --models gpt2-4 resnet-18       # measures these again; rows of other models stay
 
 Each model is compiled by Inductor for every plan: that without a budget, one for each `max_slowdown`, and torch's
 own. Torch's are those at several values of `activation_memory_budget`, of which 1 is Inductor alone. All plans then
 run in turn, in an order that reverses each round.
 
-Two times are measured. The *step* is the median, over the rounds, of the ratio to the step without a budget in the same round.
-The *kernels* are the sum of their seconds in a step under torch's profiler, of which the least eighth of the rounds counts.
-Pages that a tensor touches first are in it, since a kernel touches them. Two compilations of one plan differ by up to 2 % in
-their steps, and by less in their kernels, so kernels say which of torch's plans is as fast as ours: those at most one point
-slower. The lowest peak of these is torch's lowest.
+Two times are measured under torch's profiler: that of the step, and the sum of its *kernels*. Pages that a tensor touches first
+are in both, since a kernel touches them. A slow-down is the median, over the rounds, of the ratio to the plan without a budget
+in the same round, so noise hits all alike. Two compilations of one plan differ by some percent in their steps, and by less in
+their kernels. So kernels say which of torch's plans is as fast as ours: those at most one point slower. The lowest peak of
+these is torch's lowest.
 
 Only an idle machine gives figures worth keeping. Torch's caches stay on, so a second run compiles little. Written to
 `benchmarks/results/slowdown.*`.
@@ -25,10 +25,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import model_zoo
 import torch
@@ -60,7 +60,6 @@ ASKED = (0.0, 0.01, 0.03, 0.1)
 TORCH_BUDGETS = (1.0, 0.9, 0.7, 0.5, 0.3)
 UNBOUNDED = "no budget"
 WARM_ROUNDS = 3
-PROFILED_ROUNDS = 24
 KERNELS = ("aten::", "mkl::", "mkldnn::", "graph_", "cpp_fused")
 """Prefixes of the profiler's names of kernels: extern ones, and those that Inductor generates."""
 TOLERANCE = 0.01
@@ -95,6 +94,13 @@ def prepare() -> None:
     dynamo_config.recompile_limit = 10_000
 
 
+class Sample(NamedTuple):
+    """The seconds of one step, and of its kernels."""
+
+    step: float
+    kernels: float
+
+
 class Bench:
     """All plans of one model: compiled one after another, then run in turn."""
 
@@ -112,24 +118,20 @@ class Bench:
         for budget in TORCH_BUDGETS:
             with functorch_config.patch(activation_memory_budget=budget):
                 self.add(f"torch {budget:g}")
-        samples, kernels, peaks = (
-            self.samples(),
-            self.kernels(),
-            {method: self.peak(step) for method, step in self.steps.items()},
-        )
+        samples, peaks = self.samples(), {method: self.peak(step) for method, step in self.steps.items()}
         rows = []
-        for method, seconds in samples.items():
-            ratios = [own / other for own, other in zip(seconds, samples[UNBOUNDED], strict=True)]
+        for method, own in samples.items():
+            pairs = list(zip(own, samples[UNBOUNDED], strict=True))
             report = self.reports.get(method)
             ours = report is not None and report.max_slowdown is not None
             rows.append(
                 Row(
                     model=self.name,
                     method=method,
-                    step_seconds=statistics.median(seconds),
-                    slowdown=statistics.median(ratios) - 1,
-                    kernel_seconds=kernels[method],
-                    kernel_slowdown=kernels[method] / kernels[UNBOUNDED] - 1,
+                    step_seconds=statistics.median(sample.step for sample in own),
+                    slowdown=statistics.median(one.step / other.step for one, other in pairs) - 1,
+                    kernel_seconds=statistics.median(sample.kernels for sample in own),
+                    kernel_slowdown=statistics.median(one.kernels / other.kernels for one, other in pairs) - 1,
                     peak_bytes=peaks[method],
                     asked=report.max_slowdown if report and ours else None,
                     predicted=report.slowdown if report and ours else None,
@@ -162,31 +164,19 @@ class Bench:
         if options:
             self.reports[method] = autoremat.reports()[-1]
 
-    def samples(self) -> dict[str, list[float]]:
+    def samples(self) -> dict[str, list[Sample]]:
         """Returns the seconds of each plan's step in each round."""
-        found: dict[str, list[float]] = {method: [] for method in self.steps}
-        for turn, method in self.in_turn(WARM_ROUNDS + self.rounds):
-            begin = time.perf_counter()
-            self.steps[method]()
-            if turn >= WARM_ROUNDS:
-                found[method].append(time.perf_counter() - begin)
-        return found
-
-    def kernels(self) -> dict[str, float]:
-        """Returns the seconds of the kernels of each plan's step, at the least eighth of the rounds."""
-        found: dict[str, list[float]] = {method: [] for method in self.steps}
-        for _, method in self.in_turn(PROFILED_ROUNDS):
-            with profile(activities=[ProfilerActivity.CPU]) as ran:
-                self.steps[method]()
-            spent = sum(event.self_cpu_time_total for event in ran.events() if event.name.startswith(KERNELS))
-            found[method].append(spent / 1e6)
-        return {method: sorted(seconds)[len(seconds) // 8] for method, seconds in found.items()}
-
-    def in_turn(self, rounds: int) -> Iterator[tuple[int, str]]:
-        """Yields the number of the round and the plan of each step."""
-        for turn in range(rounds):
+        found: dict[str, list[Sample]] = {method: [] for method in self.steps}
+        for turn in range(WARM_ROUNDS + self.rounds):
             for method in list(self.steps) if turn % 2 else list(reversed(self.steps)):
-                yield turn, method
+                with profile(activities=[ProfilerActivity.CPU]) as ran:
+                    begin = time.perf_counter()
+                    self.steps[method]()
+                    seconds = time.perf_counter() - begin
+                if turn >= WARM_ROUNDS:
+                    spent = sum(event.self_cpu_time_total for event in ran.events() if event.name.startswith(KERNELS))
+                    found[method].append(Sample(seconds, spent / 1e6))
+        return found
 
     def peak(self, step: Callable[[], None]) -> int:
         """Returns the measured peak of a step that starts without gradients."""
@@ -297,7 +287,7 @@ def known_rows(folder: Path, setup: dict[str, Any]) -> dict[str, list[Row]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=21, help="timed steps of each plan")
+    parser.add_argument("--rounds", type=int, default=81, help="timed steps of each plan")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     prepare()

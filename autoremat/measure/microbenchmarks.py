@@ -163,14 +163,15 @@ class Arithmetic:
 
 FUSED = {
     Rate.CHEAP: Arithmetic(in_turn(lambda x: x * 0.5 + 1.0, 8), 16),
-    Rate.EXPONENTIAL: Arithmetic(in_turn(lambda x: torch.exp(-x), 4), 4),
-    Rate.TANH: Arithmetic(in_turn(torch.tanh, 4), 4),
-    Rate.SPECIAL: Arithmetic(in_turn(torch.erf, 4), 4),
+    Rate.EXPONENTIAL: Arithmetic(added(lambda x, number: torch.exp(x * number), 4), 4),
+    Rate.TANH: Arithmetic(added(lambda x, number: torch.tanh(x * number), 4), 4),
+    Rate.SPECIAL: Arithmetic(added(lambda x, number: torch.erf(x * number), 4), 4),
     Rate.RANDOM: Arithmetic(torch.rand_like),
     Rate.REDUCTION: Arithmetic(added(lambda x, number: (x * number).sum(-1), 8), 8),
     Rate.NORMALISATION: Arithmetic(lambda x: torch.softmax(x, -1)),
 }
-"""In a chain of fused ops, each op adds its arithmetic alone. A kernel of one such op would show its traffic instead."""
+"""In a kernel of many fused ops, each op adds its arithmetic alone. A kernel of one cheap op would show its traffic instead.
+Costly functions do not wait for each other's results, as they do not in most steps."""
 
 
 def fused(arithmetic: Arithmetic, compile_: Compile) -> Callable[[Place, int], Sized]:
