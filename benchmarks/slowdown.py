@@ -9,9 +9,8 @@ run in turn, in an order that reverses each round.
 
 Two times are measured under torch's profiler: that of the step, and the sum of its *kernels*. Pages that a tensor touches first
 are in both, since a kernel touches them. A slow-down is the median, over the rounds, of the ratio to the plan without a budget
-in the same round, so noise hits all alike. Two compilations of one plan differ by some percent in their steps, and by less in
-their kernels. So kernels say which of torch's plans is as fast as ours: those at most one point slower. The lowest peak of
-these is torch's lowest.
+in the same round, so noise hits all alike. Two compilations of one plan still differ by one or two points in both. Kernels say
+which of torch's plans is as fast as ours: those at most one point slower. The lowest peak of these is torch's lowest.
 
 Only an idle machine gives figures worth keeping. Torch's caches stay on, so a second run compiles little. Written to
 `benchmarks/results/slowdown.*`.

@@ -308,17 +308,19 @@ def planner_of(
     bound = constrained.bound_values
     wanted = (constrained.graph, bound, [candidate.plan.schedule for candidate in given], soft_budget)
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
-    host = request.limits.host_bytes
-    graph, left = set_aside(constrained.graph, bound, host) if bound else (constrained.graph, host)
+    if known is not None:
+        return known, constrained
     # What the allocator reserves need not fall with the peak, so such a budget gets no lower peak and no other sequence.
     strategies = EVERY_STRATEGY if request.count == "allocated" else IN_SEQUENCE & ~Strategies.LOWER
-    inner = strategies & ~Strategies.RUN_LATER if bound else strategies
-    planner = known or new_planner(graph, request.time_limit, given, soft_budget, left, inner)
-    if known is None and bound:
+    host, graph = request.limits.host_bytes, constrained.graph
+    if bound:
+        inner, left = set_aside(graph, bound, host)
+        searched = new_planner(inner, request.time_limit, given, soft_budget, left, strategies & ~Strategies.RUN_LATER)
         later = WorkLimit(request.time_limit) if Strategies.RUN_LATER in strategies else None
-        planner = BoundForms(planner, constrained.graph, bound, host, later)
-    if known is None:
-        earlier.searches.append((wanted, planner))
+        planner: PlanSource = BoundForms(searched, graph, bound, host, later)
+    else:
+        planner = new_planner(graph, request.time_limit, given, soft_budget, host, strategies)
+    earlier.searches.append((wanted, planner))
     return planner, constrained
 
 

@@ -208,12 +208,11 @@ def _curves(
     """Returns the curves through measured points without the overhead of a call, and the names with implausible points."""
     curves, implausible = dict[str, Curve](), set[str]()
     for name, whole in sorted(found.items(), key=lambda pair: recipes[pair[0]].rate in FUSED):  # after that of streams
-        overhead, moving = overheads["launch"], dict.fromkeys(whole, 0.0)
-        if recipes[name].rate in FUSED:
-            overhead = overheads["call"]
-        if recipes[name].rate in FUSED and device.type == "cuda":  # what a CPU's cache holds, a card moves
-            stream, times = curves[curve_name(Rate.STREAM)], FUSED[recipes[name].rate].times
-            moving = {amount: stream.seconds(ELEMENT_BYTES * amount / times) for amount in whole}
+        arithmetic, moving = FUSED.get(recipes[name].rate), dict.fromkeys(whole, 0.0)
+        overhead = overheads["launch" if arithmetic is None else "call"]
+        if arithmetic is not None and device.type == "cuda":  # what a CPU's cache holds, a card moves
+            stream = curves[curve_name(Rate.STREAM)]
+            moving = {amount: stream.seconds(ELEMENT_BYTES * amount / arithmetic.times) for amount in whole}
         points = {amount: max(seconds - overhead - moving[amount], LEAST_SHARE * seconds) for amount, seconds in whole.items()}
         plausible = _plausible(recipes[name], points, device)
         if points:

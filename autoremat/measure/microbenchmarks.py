@@ -25,6 +25,7 @@ Sized = tuple[float, Run]
 """An amount of work, and a function that does it."""
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+"""A function to compile."""
 
 Compile = Callable[[Function, torch.Tensor], Run]
 
@@ -170,8 +171,8 @@ FUSED = {
     Rate.REDUCTION: Arithmetic(added(lambda x, number: (x * number).sum(-1), 8), 8),
     Rate.NORMALISATION: Arithmetic(lambda x: torch.softmax(x, -1)),
 }
-"""In a kernel of many fused ops, each op adds its arithmetic alone. A kernel of one cheap op would show its traffic instead.
-Costly functions do not wait for each other's results, as they do not in most steps."""
+"""The compiled functions of each rate. A kernel of one cheap op would show its traffic, so a kernel does many. Costly functions
+run beside each other, because in a chain each would wait for the result of the one before."""
 
 
 def fused(arithmetic: Arithmetic, compile_: Compile) -> Callable[[Place, int], Sized]:

@@ -17,7 +17,7 @@ from autoremat.basics import disk_cache
 from autoremat.measure import calibration
 from autoremat.measure.microbenchmarks import FUSED, ROW, Place, Recipe, recipes
 from autoremat.measure.timer import Stopwatch, measurable
-from autoremat.planner.cost import Curve, Rate, Rates, Task, Work, cpu_device, curve_name
+from autoremat.planner.cost import ELEMENT_BYTES, Curve, Rate, Rates, Task, Work, cpu_device, curve_name
 
 CPU = torch.device("cpu")
 
@@ -77,6 +77,11 @@ def test_compiled_arithmetic_does_as_many_of_its_ops_as_its_amount_states(rate):
     with torch.profiler.profile() as ran:
         run()
     assert amount == 4 * ROW * sum(event.name.removeprefix("aten::") in names[rate] for event in ran.events())
+
+
+@pytest.mark.parametrize("rate", [Rate.CHEAP, Rate.REDUCTION])
+def test_a_kernel_of_cheap_arithmetic_moves_at_most_a_byte_for_each_op(rate):
+    assert ELEMENT_BYTES / FUSED[rate].times <= 1.0
 
 
 def prepared(place: Place, size: int) -> tuple[float, Callable[[], object]]:
