@@ -159,7 +159,7 @@ def _measured(device: torch.device, key: str, known: Rates | None = None) -> Rat
 
 
 def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rates | None = None) -> Rates:
-    """Returns the rates of ``device``, after running the recipes that ``known`` lacks, or all if ``known`` is disturbed.
+    """Returns the rates of ``device``, after running the recipes that ``known`` lacks, or all if it lacks none.
 
     A rate is the least plausible time, or the data sheet's if no measured time is plausible. So is a rate for which the time
     does not suffice. ``compile_`` compiles fused arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
@@ -168,7 +168,7 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rate
     now(f"calibrating {device}, at most {LONGEST_CALIBRATION:.0f} s", tally.count)
     every = {curve_name(recipe.rate, str(recipe.dtype).removeprefix("torch.")): recipe for recipe in recipes(device, compile_)}
     kept = {} if known is None else {name: known.curves[name] for name in known.curves.keys() - set(known.unmeasured)}
-    wanted = set(every) if known is None or known.is_disturbed else set(known.unmeasured)
+    wanted = set(known.unmeasured if known and known.unmeasured else every)
     calls = {"launch": matmul(Place(device), TINY)[1]}
     overheads = {"launch": timer.seconds(calls["launch"])}
     found: dict[str, Points] = {}
@@ -188,7 +188,7 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rate
     curves, implausible = _curves(every, found, overheads, device)
     curves = {**kept, **curves}
     unmeasured = tuple(sorted(wanted - found.keys() - kept.keys()))
-    disturbed = max(timer.disturbed_share, 0.0 if known is None or known.is_disturbed else known.disturbed_share)
+    disturbed = max(timer.disturbed_share, known.disturbed_share if known and known.unmeasured else 0.0)
     curves = {**_assumed(unmeasured, curves, device), **curves}
     rates = Rates(device_name(device), overheads["launch"], curves, disturbed, unmeasured)
     _say_incomplete(device, rates, doubtful | implausible, len(every))

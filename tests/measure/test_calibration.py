@@ -161,6 +161,21 @@ def test_a_calibration_ends_in_time_and_the_next_ones_complete_it(one_size_of_ea
     assert rates.unmeasured == ()
 
 
+def test_a_machine_that_stays_busy_is_measured_to_the_end_before_anything_is_measured_again(one_size_of_each, monkeypatch):
+    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", 12e-5)  # twelve timings
+    rates, turns = None, 0
+    while rates is None or rates.unmeasured:
+        before = rates
+        rates = calibration.calibrate(CPU, FakeTimer(each=1e-5, disturbed_share=0.5), uncompiled, rates)
+        assert before is None or set(rates.unmeasured) < set(before.unmeasured)
+        turns += 1
+    assert turns > 1
+    assert rates.is_disturbed
+    again = calibration.calibrate(CPU, FakeTimer(each=1e-5), uncompiled, rates)
+    assert not again.is_disturbed
+    assert again.curves["matmul.float32"] is not rates.curves["matmul.float32"]
+
+
 def test_a_process_completes_the_rates_that_an_earlier_one_left_out(monkeypatch):
     unfinished = dataclasses.replace(some_rates(), unmeasured=("sort",))
     disk_cache.write_text("rates", calibration.device_key(CPU), unfinished.to_json())
