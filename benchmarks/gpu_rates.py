@@ -62,7 +62,7 @@ REPEATED: dict[str, tuple[Rate, Callable[[torch.Tensor], torch.Tensor]]] = {
     "multiply and add": (Rate.CHEAP, lambda x: x * 0.9 + 0.1),
     "exp": (Rate.EXPONENTIAL, lambda x: torch.exp(-x)),
     "log": (Rate.EXPONENTIAL, lambda x: torch.log(x.abs() + 1)),
-    "rsqrt": (Rate.EXPONENTIAL, lambda x: torch.rsqrt(x.abs() + 1)),
+    "division": (Rate.DIVISION, lambda x: 1.0 / (x.abs() + 1)),
     "sigmoid": (Rate.EXPONENTIAL, torch.sigmoid),
     "tanh": (Rate.TANH, torch.tanh),
     "erf": (Rate.SPECIAL, torch.erf),

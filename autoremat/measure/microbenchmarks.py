@@ -164,6 +164,7 @@ class Arithmetic:
 
 FUSED = {
     Rate.CHEAP: Arithmetic(in_turn(lambda x: x * 0.5 + 1.0, 8), 16),
+    Rate.DIVISION: Arithmetic(added(lambda x, number: number / (x + number), 8), 8),
     Rate.EXPONENTIAL: Arithmetic(added(lambda x, number: torch.exp(x * number), 4), 4),
     Rate.TANH: Arithmetic(added(lambda x, number: torch.tanh(x * number), 4), 4),
     Rate.SPECIAL: Arithmetic(added(lambda x, number: torch.erf(x * number), 4), 4),

@@ -131,6 +131,8 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
      (aten._convolution, aten.convolution, aten.convolution_overrideable, aten.cudnn_convolution)),
     (OpFacts(rate=Rate.CONVOLUTION_BACKWARD),
      (aten.convolution_backward,)),
+    (OpFacts(rate=Rate.DIVISION),
+     (aten.div, aten.fmod, aten.reciprocal, aten.remainder, aten.rsqrt, aten.sqrt)),
     (OpFacts(rate=Rate.EXPONENTIAL),
      (aten.cos, aten.elu, aten.elu_backward, aten.exp2, aten.expm1, aten.log_sigmoid_backward, aten.log_sigmoid_forward,
       aten.logaddexp, aten.mish, aten.silu, aten.silu_backward, aten.sin, aten.softplus, aten.softplus_backward)),

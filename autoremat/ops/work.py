@@ -18,11 +18,18 @@ from autoremat.torch_private.symbolic_sizes import size_hint
 FUSED_SHARE = 3
 """A fused pointwise op is charged 1/``FUSED_SHARE`` of the bytes that it would move alone: its share of the chain's traffic."""
 
-BY_ELEMENT = frozenset({Rate.EXPONENTIAL, Rate.TANH, Rate.SPECIAL, Rate.NORMALISATION, Rate.SORT, Rate.SCAN, Rate.WINDOW})
+BY_ELEMENT = frozenset(
+    {
+        Rate.DIVISION, Rate.EXPONENTIAL, Rate.TANH, Rate.SPECIAL, Rate.NORMALISATION, Rate.SORT, Rate.SCAN, Rate.WINDOW,
+    }
+)  # fmt: skip
 """Rates of arithmetic per element."""
 
+ROOT_AND_DIVISION = torch.ops.aten.rsqrt
+"""The op that counts as two of the rate of divisions."""
+
 MOST_MULTIPLIED = 8
-"""The largest exponent of a power that counts as multiplications."""
+"""The largest whole exponent of a power that counts as multiplications."""
 
 INDEXED = frozenset({Rate.GATHER, Rate.SCATTER})
 """Rates of indexed memory accesses."""
@@ -104,17 +111,22 @@ def _traffic(node: fx.Node, op: Op, by_library: bool, fuses: bool) -> Task:
 def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
     facts, read = op_traits.facts(node), _elements(_operands(node))
     made = _elements(tensors_in(node.meta.get("val")))
-    if op_traits.packet(node) is torch.ops.aten.pow and _multiplies(node.args[1]):
-        return Task(Rate.CHEAP, 2 * made)
+    packet = op_traits.packet(node)
+    if packet is torch.ops.aten.pow and (power := _simple_power(node.args[1], made)):
+        return power
     if facts.rate in BY_ELEMENT:
-        return Task(facts.rate, max(read, made))
-    if op_traits.is_random(node) or getattr(op_traits.packet(node), "__name__", "") in op_traits.DRAWS:
+        return Task(facts.rate, max(read, made) * (2 if packet is ROOT_AND_DIVISION else 1))
+    if op_traits.is_random(node) or getattr(packet, "__name__", "") in op_traits.DRAWS:
         return Task(Rate.RANDOM, made)
     if facts.reduces:
         return Task(Rate.REDUCTION, read)
     return None if by_library else Task(Rate.CHEAP, made)
 
 
-def _multiplies(exponent: object) -> bool:
-    """Returns True if a power is a few multiplications, as of a norm or of GELU's cubic."""
-    return isinstance(exponent, int | float) and float(exponent).is_integer() and 0 <= exponent <= MOST_MULTIPLIED
+def _simple_power(exponent: object, made: int) -> Task | None:
+    """Returns the arithmetic of a power that is a few multiplications, a quotient or a root, as of a norm or of GELU's cubic."""
+    if not isinstance(exponent, int | float) or abs(exponent) > MOST_MULTIPLIED:
+        return None
+    if exponent == 0.5 or (exponent < 0 and float(exponent).is_integer()):
+        return Task(Rate.DIVISION, made)
+    return Task(Rate.CHEAP, 2 * made) if float(exponent).is_integer() else None

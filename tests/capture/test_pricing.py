@@ -261,7 +261,10 @@ def test_no_op_that_moves_bytes_is_free(name, model):
     assert price.assumed_share == 1.0 if model == "roofline" else price.assumed_share <= 0.2
 
 
-@pytest.mark.parametrize(("exponent", "rate"), [(3, Rate.CHEAP), (3.0, Rate.CHEAP), (2.5, Rate.SPECIAL), (-1, Rate.SPECIAL)])
+@pytest.mark.parametrize(
+    ("exponent", "rate"),
+    [(3, Rate.CHEAP), (3.0, Rate.CHEAP), (2.5, Rate.SPECIAL), (-1, Rate.DIVISION), (0.5, Rate.DIVISION), (-0.5, Rate.SPECIAL)],
+)
 def test_a_small_whole_power_is_a_few_multiplications(exponent, rate):
     x = weight(64)
     result = captured(lambda: torch.pow(x, exponent).sum())

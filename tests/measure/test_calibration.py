@@ -73,7 +73,12 @@ def test_compiled_arithmetic_does_as_many_of_its_ops_as_its_amount_states(rate):
     (recipe,) = (recipe for recipe in recipes(CPU, uncompiled) if recipe.rate is rate)
     amount, run = recipe.prepare(Place(CPU), 4)
     names = {Rate.CHEAP: ("mul", "add"), Rate.EXPONENTIAL: ("exp",), Rate.TANH: ("tanh",), Rate.SPECIAL: ("erf",)}
-    names |= {Rate.RANDOM: ("rand_like",), Rate.REDUCTION: ("sum",), Rate.NORMALISATION: ("_softmax",)}
+    names |= {
+        Rate.DIVISION: ("div", "reciprocal"),
+        Rate.RANDOM: ("rand_like",),
+        Rate.REDUCTION: ("sum",),
+        Rate.NORMALISATION: ("_softmax",),
+    }
     with torch.profiler.profile() as ran:
         run()
     assert amount == 4 * ROW * sum(event.name.removeprefix("aten::") in names[rate] for event in ran.events())

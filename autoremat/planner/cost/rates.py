@@ -47,6 +47,7 @@ class Rate(str, enum.Enum):
     GATHER = "gather"  # bytes read by index
     SCATTER = "scatter"  # bytes added to by index
     CHEAP = "cheap"  # elements, of one op in a chain of fused ones: add, multiply, compare
+    DIVISION = "division"  # elements: quotients, square roots
     EXPONENTIAL = "exponential"  # elements: exp, log, sigmoid
     TANH = "tanh"  # elements
     SPECIAL = "special"  # elements: erf, powers
