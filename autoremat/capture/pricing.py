@@ -18,7 +18,7 @@ from autoremat.measure.calibration import rates_of
 from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rates
+from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rate, Rates, Work
 from autoremat.torch_private import joint_graphs
 
 ROOFLINE, CALIBRATED = "roofline", "calibrated"
@@ -68,16 +68,15 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
     """Returns ``captured`` with calibrated seconds, and the cost source of each op."""
     graph = captured.graph
     works = [work_of(node, op, graph.fuses) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
-    seconds = [rates.seconds(work) for work in works]
-    streamed = [
-        max(0.0, all_of_it - rates.seconds(arithmetic_of(node))) if graph.fuses and stays_in_kernel(node) else 0.0
-        for node, all_of_it in zip(captured.op_nodes, seconds, strict=True)
-    ]
-    ops = tuple(
-        replace(op, seconds=all_of_it, memory_bound_seconds=traffic)
-        for op, all_of_it, traffic in zip(graph.ops, seconds, streamed, strict=True)
-    )
-    graph = replace(graph, ops=ops, saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=0.0)
+    ops = []
+    for node, op, work in zip(captured.op_nodes, graph.ops, works, strict=True):
+        if graph.fuses and stays_in_kernel(node):
+            traffic = rates.seconds(Work(tuple(task for task in work.tasks if task.rate is Rate.STREAM)))
+            seconds = traffic + rates.seconds(arithmetic_of(node))
+            ops.append(replace(op, seconds=seconds, memory_bound_seconds=traffic))
+        else:
+            ops.append(replace(op, seconds=rates.seconds(work), memory_bound_seconds=0.0))
+    graph = replace(graph, ops=tuple(ops), saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=0.0)
     sources = [CostSource.CALIBRATED if rates.measures(work) else CostSource.ASSUMED for work in works]
     return replace(captured, graph=graph), sources
 

@@ -22,7 +22,7 @@ from autoremat.planner.cost.devices import FLOAT8_TYPES
 
 CODEC = Codec()
 
-BYTES_OF_SAVING = 16 * 2**20
+BYTES_OF_SAVING = 256 * 2**20
 """Bytes of the transfer whose bandwidth prices saved tensors."""
 
 
