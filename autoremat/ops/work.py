@@ -124,7 +124,7 @@ def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
 
 
 def _simple_power(exponent: object, made: int) -> Task | None:
-    """Returns the arithmetic of a power that is a few multiplications, a quotient or a root, as of a norm or of GELU's cubic."""
+    """Returns the arithmetic of a power that is a few multiplications, a quotient or a root, or None for any other power."""
     if not isinstance(exponent, int | float) or abs(exponent) > MOST_MULTIPLIED:
         return None
     if exponent == 0.5 or (exponent < 0 and float(exponent).is_integer()):

@@ -135,7 +135,8 @@ def test_what_stays_disturbed_is_said_and_what_cannot_be_comes_from_the_data_she
     sheet = cpu_device(torch.get_num_threads())
     assert rates.curves["matmul.float32"].seconds(64.0) == 64.0 / sheet.flops_per_second
     assert rates.curves["stream"].seconds(64.0) == 64.0 / sheet.bytes_per_second
-    assert rates.curves["exponential"].seconds(64.0) == 8 * 64.0 / sheet.bytes_per_second
+    assert rates.curves["exponential"].seconds(64.0) == 50 * 64.0 / sheet.flops_per_second
+    assert rates.curves["window"].seconds(64.0) == 8 * 64.0 / sheet.bytes_per_second
     assert rates.curves["sort"].seconds(64.0) == calibration.LEAST_SHARE
 
 

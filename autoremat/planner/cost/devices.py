@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from autoremat.planner.cost.efficiencies import EFFICIENCIES, MIDDLING, Efficiencies
 
+CPU = "cpu"
+"""The name of a CPU's rates."""
+
 CPU_FLOPS_PER_CORE = 48e9
 """float32 FLOP/s: two 8-wide fused multiply-add units at about 3 GHz, halved for the rate of real kernels."""
 
@@ -219,4 +222,4 @@ def efficiencies(name: str) -> Efficiencies:
 def cpu_device(threads: int) -> Device:
     """Returns the rates of ``threads`` CPU cores."""
     bandwidth = min(threads * CPU_BYTES_PER_SECOND_PER_CORE, CPU_MAX_BYTES_PER_SECOND)
-    return Device("cpu", threads * CPU_FLOPS_PER_CORE, bandwidth)
+    return Device(CPU, threads * CPU_FLOPS_PER_CORE, bandwidth)

@@ -86,8 +86,8 @@ SPECIALS = {
     Rate.REDUCTION: 0.1, Rate.NORMALISATION: 2.2,
 }  # fmt: skip
 """Time of an element's arithmetic, as a multiple of that of one result of the special function units. Measured on an H100
-(`benchmarks/gpu_rates.py`): a multiplication and an addition 0.1, rsqrt (which counts twice) 1.0, exp 1.4, sigmoid 2.0, tanh 2.2, log 3.8, erf 4.1, a random
-number by Philox 13.4."""
+(`benchmarks/gpu_rates.py`): a multiplication and an addition 0.1, rsqrt (which counts twice) 1.0, exp 1.4, sigmoid 2.0,
+tanh 2.2, log 3.8, erf 4.1, a random number by Philox 13.4."""
 
 
 def seconds_of_arithmetic(work: Work, device: Device) -> float:
