@@ -5,7 +5,7 @@
 
 Each model is compiled by Inductor for every plan: that without a budget, one for each `max_slowdown`, and torch's
 own. Torch's are those at several values of `activation_memory_budget`, of which 1 is Inductor alone. All plans then
-run in turn, in an order that reverses each round.
+run in turn. Each round draws their order, and moves all parameters to other addresses.
 
 Two times are measured under torch's profiler: that of the step, and the sum of its *kernels*. Pages that a tensor touches first
 are in both, since a kernel touches them. A slow-down is the median, over the rounds, of the ratio to the plan without a budget
@@ -22,6 +22,7 @@ import argparse
 import gc
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import model_zoo
+import numpy as np
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
@@ -59,8 +61,12 @@ ASKED = (0.0, 0.01, 0.03, 0.1)
 TORCH_BUDGETS = (1.0, 0.9, 0.7, 0.5, 0.3)
 UNBOUNDED = "no budget"
 WARM_ROUNDS = 3
+LARGEST_GAP = 2**14
+"""Elements of the largest tensor between two parameters."""
 KERNELS = ("aten::", "mkl::", "mkldnn::", "graph_", "cpp_fused")
 """Prefixes of the profiler's names of kernels: extern ones, and those that Inductor generates."""
+BEST = 10
+"""The percentile over rounds that stands for an undisturbed time."""
 TOLERANCE = 0.01
 """Slow-down beyond the asked one that counts as met, and beyond ours at which a plan of torch's counts as equally fast."""
 
@@ -94,10 +100,17 @@ def prepare() -> None:
 
 
 class Sample(NamedTuple):
-    """The seconds of one step, and of its kernels."""
+    """The seconds of one step, and of each of its kernels in turn."""
 
     step: float
-    kernels: float
+    kernels: tuple[float, ...]
+
+
+def least(samples: list[Sample]) -> tuple[float, float]:
+    """Returns the undisturbed seconds of a step, and of the sum of its kernels, each of which has its own best rounds."""
+    step = np.percentile([sample.step for sample in samples], BEST)
+    kernels = np.percentile([sample.kernels for sample in samples], BEST, axis=0)
+    return float(step), float(kernels.sum())
 
 
 class Bench:
@@ -108,6 +121,8 @@ class Bench:
         self.steps: dict[str, Callable[[], None]] = {}
         self.reports: dict[str, autoremat.Report] = {}
         self.models: list[nn.Module] = []
+        self.gaps: list[torch.Tensor] = []
+        """Tensors of random sizes between parameters."""
 
     def rows(self) -> list[Row]:
         """Returns one row for each plan, that without a budget first."""
@@ -120,17 +135,17 @@ class Bench:
         samples, peaks = self.samples(), {method: self.peak(step) for method, step in self.steps.items()}
         rows = []
         for method, own in samples.items():
-            pairs = list(zip(own, samples[UNBOUNDED], strict=True))
+            (step, kernels), (first_step, first_kernels) = least(own), least(samples[UNBOUNDED])
             report = self.reports.get(method)
             ours = report is not None and report.max_slowdown is not None
             rows.append(
                 Row(
                     model=self.name,
                     method=method,
-                    step_seconds=statistics.median(sample.step for sample in own),
-                    slowdown=statistics.median(one.step / other.step for one, other in pairs) - 1,
-                    kernel_seconds=statistics.median(sample.kernels for sample in own),
-                    kernel_slowdown=statistics.median(one.kernels / other.kernels for one, other in pairs) - 1,
+                    step_seconds=step,
+                    slowdown=step / first_step - 1,
+                    kernel_seconds=kernels,
+                    kernel_slowdown=kernels / first_kernels - 1,
                     peak_bytes=peaks[method],
                     asked=report.max_slowdown if report and ours else None,
                     predicted=report.slowdown if report and ours else None,
@@ -167,15 +182,25 @@ class Bench:
         """Returns the seconds of each plan's step in each round."""
         found: dict[str, list[Sample]] = {method: [] for method in self.steps}
         for turn in range(WARM_ROUNDS + self.rounds):
-            for method in list(self.steps) if turn % 2 else list(reversed(self.steps)):
+            drawn = random.Random(turn)
+            self.move_parameters(drawn)
+            for method in drawn.sample(list(self.steps), len(self.steps)):
                 with profile(activities=[ProfilerActivity.CPU]) as ran:
                     begin = time.perf_counter()
                     self.steps[method]()
                     seconds = time.perf_counter() - begin
                 if turn >= WARM_ROUNDS:
-                    spent = sum(event.self_cpu_time_total for event in ran.events() if event.name.startswith(KERNELS))
-                    found[method].append(Sample(seconds, spent / 1e6))
+                    events = sorted(ran.events(), key=lambda event: event.time_range.start)
+                    own = (event.self_cpu_time_total for event in events if event.name.startswith(KERNELS))
+                    found[method].append(Sample(seconds, tuple(microseconds / 1e6 for microseconds in own)))
         return found
+
+    def move_parameters(self, drawn: random.Random) -> None:
+        """Gives all parameters new addresses. Where tensors happen to lie makes equal plans differ by some points."""
+        for parameter in (parameter for model in self.models for parameter in model.parameters()):
+            self.gaps.append(torch.empty(drawn.randrange(LARGEST_GAP)))
+            parameter.data = parameter.data.clone()
+        del self.gaps[: -len(self.gaps) // 2]
 
     def peak(self, step: Callable[[], None]) -> int:
         """Returns the measured peak of a step that starts without gradients."""

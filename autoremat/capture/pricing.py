@@ -18,7 +18,7 @@ from autoremat.measure.calibration import rates_of
 from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rate, Rates, Work
+from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rate, Rates
 from autoremat.torch_private import joint_graphs
 
 ROOFLINE, CALIBRATED = "roofline", "calibrated"
@@ -68,10 +68,10 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
     """Returns ``captured`` with calibrated seconds, and the cost source of each op."""
     graph = captured.graph
     works = [work_of(node, op, graph.fuses) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
-    ops = []
+    ops, per_byte = [], rates.saving_seconds_per_byte / 2
     for node, op, work in zip(captured.op_nodes, graph.ops, works, strict=True):
         if graph.fuses and stays_in_kernel(node):
-            traffic = rates.seconds(Work(tuple(task for task in work.tasks if task.rate is Rate.STREAM)))
+            traffic = per_byte * sum(task.amount for task in work.tasks if task.rate is Rate.STREAM)
             seconds = traffic + rates.seconds(arithmetic_of(node))
             ops.append(replace(op, seconds=seconds, memory_bound_seconds=traffic))
         else:

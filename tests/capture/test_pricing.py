@@ -23,6 +23,8 @@ from autoremat.measure import calibration
 from autoremat.ops.work import arithmetic_of, work_of
 from autoremat.options.options import COST_MODEL_VARIABLE, Options
 from autoremat.planner.cost import BATCH, CostSource, Curve, Rate, Rates, curve_name
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import joint_graphs
 
 SPEED = 1e9
@@ -39,7 +41,7 @@ MEASURED: dict[str, Rates] = {}
 @pytest.fixture(autouse=True)
 def known_rates(request, monkeypatch, tmp_path):
     """Rates and times from nowhere, except for slow tests, which measure all of them twice, however busy the machine is."""
-    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", 600.0)
+    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", math.inf)
     monkeypatch.setattr(calibration, "MOST_TURNS", 2)
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     known = MEASURED if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
@@ -124,6 +126,39 @@ def test_an_op_that_nothing_fuses_is_launched_and_moves_all_its_bytes(fuses, sha
     assert next(task.amount for task in work.tasks if task.rate is Rate.STREAM) == 2 * 4 * 16 / share
     assert work.launches is not fuses
     assert work.known
+
+
+def test_a_fused_op_costs_its_share_of_the_traffic_and_its_arithmetic():
+    """Both at the rates of saving, so that the search weighs alike what a plan stores and what it computes again."""
+    x = weight(64, 64)
+    result = captured(lambda: (x.exp() @ x).sum())
+    number = next(i for i, op in enumerate(result.graph.ops) if "exp" in op.target)
+    rates = some_rates()
+    op = pricing.by_rates(result, rates)[0].graph.ops[number]
+    assert op.memory_bound_seconds == pytest.approx(op.bytes_moved / 3 * rates.saving_seconds_per_byte / 2)
+    assert op.seconds - op.memory_bound_seconds == pytest.approx(64 * 64 / SPEED)
+
+
+def test_saving_costs_what_streams_cost_that_no_cache_holds():
+    curves = {curve_name(rate): Curve(((1.0, 1 / SPEED),)) for rate in Rate}
+    curves["stream"] = Curve(((1e4, 1e4 * 1e-12), (1e6, 1e6 * 1e-12), (2e8, 2e8 * 4e-11)))
+    assert Rates("cpu", 1e-6, curves).saving_seconds_per_byte == pytest.approx(2 * 4e-11)
+
+
+def test_the_inverse_root_of_a_normalisation_is_computed_again_for_every_element():
+    """A saved variance would take as many bytes. A root and a quotient are dear, so the plan saves their result."""
+    hidden, left, right = weight(128, 64), weight(64, 64), weight(64, 64)
+
+    def normalised() -> torch.Tensor:
+        product = hidden @ left
+        variance, mean = torch.var_mean(product, -1, correction=0, keepdim=True)
+        return (((product - mean) * torch.rsqrt(variance + 1e-5)) @ right).square().sum()
+
+    curves = {curve_name(rate): Curve(((1.0, 1e-12),)) for rate in Rate} | {"division": Curve(((1.0, 1e-10),))}
+    graph = pricing.by_rates(captured(normalised), Rates("cpu", 1e-6, curves))[0].graph
+    root = next(i for i, op in enumerate(graph.ops) if "rsqrt" in op.target)
+    assert traffic_of(graph).recompute_seconds[root] >= 2 * 128 * 64 * 1e-10
+    assert root in {graph.values[value].producer for value in Planner(graph).find(None).plan.saved}
 
 
 def test_rates_of_a_busy_machine_are_marked_in_the_report(monkeypatch):
@@ -229,7 +264,6 @@ def test_measured_costs_under_inductor(monkeypatch):
     """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
     MEASURED.clear()
     monkeypatch.setattr(calibration, "_is_idle", lambda device: False)  # rates of a busy machine would be measured again
-    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", math.inf)  # else the second compilation completes the first's rates
     expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)
     found, report = trained("calibrated")
     torch.testing.assert_close(found, expected)
@@ -265,7 +299,7 @@ def test_no_op_that_moves_bytes_is_free(name, model):
     ("exponent", "rate"),
     [(3, Rate.CHEAP), (3.0, Rate.CHEAP), (2.5, Rate.SPECIAL), (-1, Rate.DIVISION), (0.5, Rate.DIVISION), (-0.5, Rate.SPECIAL)],
 )
-def test_a_small_whole_power_is_a_few_multiplications(exponent, rate):
+def test_powers_are_multiplications_quotients_and_roots(exponent, rate):
     x = weight(64)
     result = captured(lambda: torch.pow(x, exponent).sum())
     node = next(n for n, op in zip(result.op_nodes, result.graph.ops, strict=True) if "aten.pow" in op.target)

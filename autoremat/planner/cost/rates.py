@@ -23,8 +23,7 @@ from autoremat.planner.cost.devices import FLOAT8_TYPES
 CODEC = Codec()
 
 BYTES_OF_SAVING = 256 * 2**20
-"""Bytes of the transfer whose bandwidth prices saved tensors."""
-
+"""Bytes of the stream whose rate prices saved tensors: more than caches hold."""
 
 BATCH = 32
 """Number of small matrix products in one measured batch."""
