@@ -8,9 +8,9 @@ own. Torch's are those at several values of `activation_memory_budget`, of which
 run in turn. Each round draws their order, and moves all parameters to other addresses.
 
 Two times are measured under torch's profiler: that of the step, and the sum of its *kernels*. Pages that a tensor touches first
-are in both, since a kernel touches them. A slow-down is the median, over the rounds, of the ratio to the plan without a budget
-in the same round, so noise hits all alike. Two compilations of one plan still differ by one or two points in both. Kernels say
-which of torch's plans is as fast as ours: those at most one point slower. The lowest peak of these is torch's lowest.
+are in both, since a kernel touches them. Noise only adds time. So the time of a kernel is the tenth percentile of its rounds,
+and the sum is that of these times. Sums of equal plans differ by up to half a point, steps and medians by two and more. Kernels
+say which of torch's plans is as fast as ours: those at most one point slower. The lowest peak of these is torch's lowest.
 
 Only an idle machine gives figures worth keeping. Torch's caches stay on, so a second run compiles little. Written to
 `benchmarks/results/slowdown.*`.
@@ -320,6 +320,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "rounds": arguments.rounds,
+        "percentile": BEST,
         "sizes": SIZES,
     }
     rows = known_rows(arguments.output, setup)

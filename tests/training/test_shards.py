@@ -156,7 +156,7 @@ class Step:
     warned: bool = False
 
 
-def train(model: Decoder, steps: int = 4, **arguments: Any) -> Step:
+def train(model: Decoder, steps: int = 16, **arguments: Any) -> Step:
     torch._dynamo.reset()
     compiled, batch, peaks = torch.compile(model, **arguments), tokens(), []
     with warnings.catch_warnings(record=True) as said:
