@@ -114,7 +114,7 @@ def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbi
     op would run twice that may not.
 
     An op that only the backward needs runs once anyway. Outputs of the forward are there for nothing. Saving what was
-    ordered to be recomputed costs `forbidden`.
+    ordered to be recomputed, and can be, costs `forbidden`.
     """
     total = 0.0
     for index in run_again(graph, saved):
@@ -126,7 +126,7 @@ def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbi
         producer = graph.values[value].producer
         if value in graph.forward_outputs or producer is None:
             continue
-        ordered_away = graph.ops[producer].constraint is Constraint.RECOMPUTE
+        ordered_away = graph.ops[producer].constraint is Constraint.RECOMPUTE and graph.ops[producer].rematerializable
         total += forbidden if ordered_away else graph.values[value].bytes * seconds_per_byte
         total += saving_seconds(graph, value) if traffic and not ordered_away else 0.0
     return total

@@ -35,8 +35,7 @@ RESOLUTION = 1 << 36
 """Integer to which the sum of all finite costs and prices of a cut is scaled, because capacities are integers."""
 
 FORBIDDEN = RESOLUTION << 1
-"""Capacity of a last resort, used only if no other cut exists. An example is a value that must be recomputed by a constraint
-but whose op is random."""
+"""Capacity of a last resort, used only if no other cut exists. An example is saving what a constraint wants recomputed."""
 
 INFINITE = FORBIDDEN << 16
 
