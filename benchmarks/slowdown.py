@@ -9,8 +9,8 @@ run in turn. Each round draws their order, and moves all parameters to other add
 
 Two times are measured under torch's profiler: that of the step, and the sum of its *kernels*. Pages that a tensor touches first
 are in both, since a kernel touches them. Noise only adds time. So the time of a kernel is the tenth percentile of its rounds,
-and the sum is that of these times. Sums of equal plans differ by up to half a point, steps and medians by two and more. Kernels
-say which of torch's plans is as fast as ours: those at most one point slower. The lowest peak of these is torch's lowest.
+and the sum is that of these times. Rows of equal plans show what noise is left. Kernels say which of torch's plans is as fast
+as ours: those at most one point slower. The lowest peak of these is torch's lowest.
 
 Only an idle machine gives figures worth keeping. Torch's caches stay on, so a second run compiles little. Written to
 `benchmarks/results/slowdown.*`.
@@ -196,7 +196,7 @@ class Bench:
         return found
 
     def move_parameters(self, drawn: random.Random) -> None:
-        """Gives all parameters new addresses. Where tensors happen to lie makes equal plans differ by some points."""
+        """Gives all parameters new addresses, so that no plan keeps a lucky place."""
         for parameter in (parameter for model in self.models for parameter in model.parameters()):
             self.gaps.append(torch.empty(drawn.randrange(LARGEST_GAP)))
             parameter.data = parameter.data.clone()
