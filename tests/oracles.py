@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Inlining, Kind
+from autoremat.planner.graph.op import PASSED_BY_NONE, Constraint, Inlining, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -25,16 +25,22 @@ if TYPE_CHECKING:
 def recompute_seconds(graph: Graph, index: int) -> float:
     """What a second run of an op takes. Within fused kernels: its arithmetic, and a read of what kernels of their own have made
     and no fused backward op reads, in each stretch between kernels of their own that comes to need it. A result that is larger
-    than these reads would be read there instead, so they count once."""
+    than these reads would be read there instead, so they count once. What a kernel of its own reads is made once, and
+    written."""
     op, num_forward = graph.ops[index], graph.num_forward
-    if not op.memory_bound_seconds or any(graph.ops[r].kind is Kind.EXTERN for v in op.outputs for r in graph.readers[v]):
+    if not op.memory_bound_seconds:
         return op.seconds
+    written = 0.0
+    for value in op.outputs:
+        if any(graph.ops[reader].kind is Kind.EXTERN for reader in graph.readers[value]):
+            written += graph.values[value].bytes * (graph.cached_share if is_cached(graph, value) else 1.0)
+    divides = [other.kind is Kind.EXTERN and not may_run_later(graph, number) for number, other in enumerate(graph.ops)]
     stretches, unseen, seen, late_fused_readers = set(), [index], set(), set()
     while unseen:
         current = unseen.pop()
         for reader in (r for v in graph.ops[current].outputs for r in graph.readers[v]):
             if reader >= num_forward:
-                stretches.add(sum(other.kind is Kind.EXTERN for other in graph.ops[num_forward : reader + 1]))
+                stretches.add(sum(divides[num_forward : reader + 1]))
                 if graph.ops[reader].kind is not Kind.EXTERN:
                     late_fused_readers.add(reader)
             elif graph.ops[reader].kind is Kind.POINTWISE and reader not in seen:
@@ -43,15 +49,40 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     extra = 0
     for value in op.inputs:
         maker = graph.values[value].producer
-        if maker is not None and graph.ops[maker].kind is not Kind.POINTWISE and not fused_backward_readers(graph, value):
+        is_read = bool(fused_backward_readers(graph, value)) or is_cached(graph, value)
+        if maker is not None and graph.ops[maker].kind is not Kind.POINTWISE and not is_read:
             extra += graph.values[value].bytes
     own = made_bytes(graph, index)
     late = [iterated_bytes(graph, reader) for reader in late_fused_readers]
     larger = max([own, *late, *(made_bytes(graph, i) for i in seen if reaches_the_backward(graph, i))])
     times = larger / own if own and op.inputs and larger > 8 * own else 1.0
     arithmetic = (op.seconds - op.memory_bound_seconds) * times
-    runs = 1 if op.inlining is Inlining.NEVER else max(len(stretches), 1)  # what no reader inlines is stored
-    return runs * arithmetic + (1 if extra < own else runs) * extra * graph.saving_seconds_per_byte / 2
+    runs = 1 if written or op.inlining is Inlining.NEVER else max(len(stretches), 1)  # what no reader inlines is stored
+    moved = (1 if extra < own else runs) * extra * (1 - graph.write_share) + written * graph.write_share
+    return runs * arithmetic + moved * graph.saving_seconds_per_byte + (graph.launch_seconds if written else 0.0)
+
+
+def is_cached(graph: Graph, value: int) -> bool:
+    """Whether the value stays in the caches until it is read, unless it is saved."""
+    return graph.values[value].bytes <= graph.cached_bytes
+
+
+def may_run_later(graph: Graph, index: int) -> bool:
+    """Whether the backward returns all that a kernel of its own makes, itself or cast, and does nothing else with it."""
+    op, waiting = graph.ops[index], list(graph.ops[index].outputs)
+    if op.forward or op.traits & PASSED_BY_NONE or not waiting:
+        return False
+    while waiting:
+        value = waiting.pop()
+        casts = [graph.ops[reader] for reader in graph.readers[value]]
+        if not casts and value not in graph.backward_outputs:
+            return False
+        for cast in casts:
+            computed = [v for v in cast.inputs if graph.values[v].producer is not None]
+            if cast.kind is not Kind.POINTWISE or cast.traits & PASSED_BY_NONE or computed != [value]:
+                return False
+            waiting += cast.outputs
+    return True
 
 
 def reaches_the_backward(graph: Graph, index: int) -> bool:
@@ -77,15 +108,21 @@ def fused_backward_readers(graph: Graph, value: int) -> list[int]:
 
 
 def saving_seconds(graph: Graph, value: int) -> float:
-    """What saving ``value`` takes beside its memory: a write unless it exists anyway, a read unless it is read anyway."""
+    """What saving ``value`` takes beside its memory: a write unless it exists anyway, a read unless it is read anyway; and both
+    if it would be in the caches otherwise."""
     maker, readers = graph.values[value].producer, graph.readers[value]
     if maker is None:
         return 0.0
     by_its_own_kernel = any(r < graph.num_forward and graph.ops[r].kind is Kind.EXTERN for r in readers)
     exists = graph.ops[maker].kind is not Kind.POINTWISE or by_its_own_kernel or value in graph.forward_outputs
     for_repeats = graph.ops[maker].kind is Kind.POINTWISE and all(r < graph.num_forward for r in readers)
-    moves = 0 if not graph.fuses else (not exists) + (for_repeats or bool(fused_backward_readers(graph, value)))
-    return graph.values[value].bytes * moves * graph.saving_seconds_per_byte / 2
+    if not graph.fuses:
+        return 0.0
+    is_cold = is_cached(graph, value)
+    is_read = is_cold or for_repeats or bool(fused_backward_readers(graph, value))
+    is_written = is_cold or not exists
+    moves = is_written * graph.write_share + is_read * (1 - graph.write_share)
+    return graph.values[value].bytes * moves * graph.saving_seconds_per_byte
 
 
 # -- optima ------------------------------------------------------------------------------------------------------------

@@ -266,6 +266,8 @@ def capture(
         must_run=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
         fuses=fuses,
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
+        write_share=rates.write_share,
+        overlaps_wholly=rates.overlaps_wholly,
         launch_seconds=rates.launch_seconds,
         fusion_groups_hold_buffers=fuses and runs_on == "cpu",
         most_reads=compilers.most_reads_inlined(),

@@ -23,7 +23,7 @@ import torch
 
 from autoremat.basics import disk_cache
 from autoremat.basics.progress import Tally, now
-from autoremat.measure.microbenchmarks import FUSED, Compile, Place, Recipe, compiled, matmul, recipes
+from autoremat.measure.microbenchmarks import FUSED, VERSION, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.measure.timer import Timer, measurable, stopwatch_for, undisturbed
 from autoremat.planner.cost import (
     ELEMENT_BYTES,
@@ -94,7 +94,8 @@ def _cpu_model() -> str:
 
 def device_key(device: torch.device) -> str:
     """Returns a name for files. It is equal for devices and settings that give the same measurements."""
-    parts = (device_name(device), torch.__version__, str(torch.get_num_threads()), kernel_settings.float32_precision())
+    settings = (str(torch.get_num_threads()), kernel_settings.float32_precision())
+    parts = (device_name(device), torch.__version__, *settings, str(VERSION))
     return f"{device.type}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}"
 
 

@@ -39,13 +39,13 @@ def kernels_of_code(lowering: Any, origins: Origins) -> tuple[KernelWork, ...]:
     for node in called:
         moved = _moved_bytes(node, lowering)
         if node not in library:
-            kernels.append(KernelWork(_computed(runs[node], most), moved))
+            kernels.append(KernelWork(_computed(runs[node], most), *moved))
             continue
         last = [nodes[-1] for name in sorted(node.get_buffer_names()) if (nodes := origins.of(name))]
         ops = {one: one.meta[OP].name for one in last if one.meta.get(OP) is not None}
         is_own = any(isinstance(one.target, torch._ops.OpOverload) and one.target.namespace == OWN_OPS for one in last)
         if not is_own and not (ops and by_library.issuperset(ops)):  # else one of several kernels of an op
-            kernels.append(KernelWork(tuple((name, 1.0) for name in ops.values()), moved, is_library=True))
+            kernels.append(KernelWork(tuple((name, 1.0) for name in ops.values()), *moved, is_library=True))
         by_library.update(ops)
     return tuple(kernels)
 
@@ -86,8 +86,8 @@ def _elements(node: fx.Node) -> int:
     return max((size_hint(one.numel()) for one in tensors if isinstance(one, torch.Tensor)), default=1)
 
 
-def _moved_bytes(node: Any, lowering: Any) -> int:
-    """Returns the bytes that a kernel reads and writes, each element of a tensor once.
+def _moved_bytes(node: Any, lowering: Any) -> tuple[int, int]:
+    """Returns the bytes that a kernel reads, and those that it writes, each element of a tensor once.
 
     What it makes for itself alone is in no memory.
     """
@@ -96,12 +96,15 @@ def _moved_bytes(node: Any, lowering: Any) -> int:
     parts = set(node.get_nodes())
     made = {dependency.name for part in parts for dependency in part.read_writes.writes}
     inside = {name for name in made if all(user.node in parts for user in lowering.scheduler.name_to_buf[name].users)}
-    elements = defaultdict[str, int](int)
-    for dependencies, left_out in ((node.read_writes.reads, made), (node.read_writes.writes, inside)):
+
+    def bytes_of(dependencies: Any, left_out: set[str]) -> int:
+        elements = defaultdict[str, int](int)
         for dependency in dependencies - {one for one in dependencies if isinstance(one, WeakDep)}:
             if dependency.name not in left_out:
                 elements[dependency.name] += _touched(dependency, lowering)
-    return sum(_bytes_of(name, count, lowering) for name, count in elements.items())
+        return sum(_bytes_of(name, count, lowering) for name, count in elements.items())
+
+    return bytes_of(node.read_writes.reads, made), bytes_of(node.read_writes.writes, inside)
 
 
 def _touched(dependency: Any, lowering: Any) -> int:

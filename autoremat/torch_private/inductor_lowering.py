@@ -22,10 +22,11 @@ from autoremat.basics.progress import now
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private import names
+from autoremat.torch_private.buffer_reuse import keeping_peaks
+from autoremat.torch_private.code_buffers import layout_bytes, received, results
 from autoremat.torch_private.code_kernels import kernels_of_code
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.origins import Origins
-from autoremat.torch_private.symbolic_sizes import most_of_expression
 
 
 @dataclass(frozen=True)
@@ -43,49 +44,6 @@ class LoweredPeak:
     """Part of the peak that lies in the pool of CUDA graphs. None without CUDA graphs."""
     allocations: HalfAllocations | None = None
     """The allocations in sequence; None if the generated code could not be replayed."""
-
-
-def _layout_bytes(buffer: Any, device_type: str = "cpu") -> int:
-    """Returns the bytes of an Inductor buffer; 0 for a buffer that stands for several results or for none.
-
-    A buffer on the host has none if the memory of another device counts.
-    """
-    from torch._inductor.virtualized import V
-
-    layout = _layout(buffer)
-    if layout is None or layout.device.type == "cpu" != device_type:
-        return 0
-    return most_of_expression(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
-
-
-def _layout(buffer: Any) -> Any | None:
-    """Returns the layout of an Inductor buffer; None for a buffer that stands for several results, and for other objects."""
-    from torch._inductor import ir
-
-    try:
-        layout = buffer.get_layout() if isinstance(buffer, ir.IRNode) else None
-    except NotImplementedError:
-        return None
-    return layout if isinstance(layout, ir.Layout) else None
-
-
-def _results(buffer: Any) -> list[str]:
-    """Returns the names of the buffers that hold the results of the call that ``buffer`` stands for.
-
-    Results that are views of the call's operands have no memory of their own, and are left out.
-    """
-    from torch._inductor import ir
-
-    if not isinstance(buffer, ir.ExternKernel) or buffer.get_inputs_that_alias_output():
-        return []
-    found = torch.utils._pytree.tree_leaves(names.read(buffer, "torch._inductor.ir:FallbackKernel.outputs", ()))
-    return [result.get_name() for result in found if type(result) is ir.MultiOutput]
-
-
-def _strides(buffer: Any) -> tuple[object, ...]:
-    """Returns the strides of the dimensions that are longer than 1; an empty tuple for objects that are not tensors."""
-    layout = _layout(buffer)
-    return () if layout is None else tuple(step for size, step in zip(layout.size, layout.stride, strict=True) if size != 1)
 
 
 def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
@@ -107,35 +65,28 @@ def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
     kept = [name for name in lowering.graph_inputs if name in held]
     freeable = {name: buffer for name, buffer in freeable.items() if name not in held}
     peak, _ = memory.estimate_peak_memory(scheduler.nodes, freeable, outputs)
-    return int(peak) + sum(_layout_bytes(lowering.graph_inputs[name]) for name in kept)
+    return int(peak) + sum(layout_bytes(lowering.graph_inputs[name]) for name in kept)
 
 
 def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPeak:
     from torch._inductor.virtualized import V
 
     with V.set_graph_handler(lowering):
-        counted = {}
-        if lowering.is_backward:
-            counted = {
-                name: _layout_bytes(buffer, known.device_type)
-                for name, buffer in lowering.graph_inputs.items()
-                if not known.is_input(name, _strides(buffer))
-            }
-        held = {name for name in counted if name in known.held or name.startswith("tangents")}
+        counted, held = received(lowering, known)
 
         def buffer_bytes(name: str) -> int:
             buffer = lowering.try_get_buffer(name)
-            return 0 if buffer is None else _layout_bytes(buffer, known.device_type)
+            return 0 if buffer is None else layout_bytes(buffer, known.device_type)
 
-        def results(name: str) -> list[str]:
-            return _results(lowering.try_get_buffer(name))
+        def results_of(name: str) -> list[str]:
+            return results(lowering.try_get_buffer(name))
 
         copied = known.copied_inputs
         if lowering.is_backward and copied is not None:  # what the forward saves is in the memory of CUDA graphs already
             copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
         facts = known.allocation_bytes, known.workspaces, copied, known.device_type
         origins, more = Origins(lowering), 0
-        replayed = replay(source, counted, buffer_bytes, held, *facts, results, origins.workspace)
+        replayed = replay(source, counted, buffer_bytes, held, *facts, results_of, origins.workspace)
         pool, other = (_scheduled_peak(lowering, held), 0) if replayed is None else (replayed.pool_bytes, replayed.other_bytes)
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             more = sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
@@ -211,13 +162,15 @@ def _keep_ancestors_that_run_before(scheduler: Any) -> None:
 
 
 @contextlib.contextmanager
-def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def memory_first(
+    wanted: Callable[[], bool], pins_forward: Callable[[], bool], context: Callable[[], ReplayContext]
+) -> Iterator[None]:
     """Makes Inductor prefer memory over speed while active, if ``wanted()``.
 
     Backward graphs keep their sequence (see ``_pin_order``), and forward graphs too if ``pins_forward()``. Buffers are freed
-    after their last use, and are not kept for a later buffer of the same size. Nodes that no CUDA graph can record stay at
-    their places. Inductor would move those that compute results, such as gradients of parameters, to the end of the graph, and
-    keep what they read until then.
+    after their last use. They are kept for a later buffer of the same size only on CPUs, where that leaves the peak
+    (:mod:`.buffer_reuse`). Nodes that no CUDA graph can record stay at their places. Inductor would move those that compute
+    results, such as gradients of parameters, to the end of the graph, and keep what they read until then.
     """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
@@ -236,10 +189,12 @@ def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool] = 
             _keep_ancestors_that_run_before(scheduler)  # the sequence of the nodes is final here
         compute(scheduler)
 
-    compact = {"allow_buffer_reuse": False, "triton.reorder_for_reducing_graph_partitions": False}
-
     def generate_compactly(generate: Method, lowering: Any) -> Any:
-        with inductor_config.patch(compact if wanted() else {}):
+        if not wanted():
+            return generate(lowering)
+        reuses = set(lowering.device_types) <= {"cpu"}
+        compact = {"allow_buffer_reuse": reuses, "triton.reorder_for_reducing_graph_partitions": False}
+        with inductor_config.patch(compact), keeping_peaks(lowering, context()):
             return generate(lowering)
 
     with (

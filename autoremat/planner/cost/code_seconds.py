@@ -1,6 +1,6 @@
 """Computes the seconds of the kernels that generated code calls, by the same rates as the seconds of a plan.
 
-    seconds of a generated kernel  =  launch  +  max(its arithmetic, bytes read and written · seconds per byte)
+    seconds of a generated kernel  =  launch  +  its arithmetic, overlapped with the bytes that it reads and writes
 
 The code tells what it computes, reads and writes, where :mod:`autoremat.planner.cost.durations` follows rules. A library kernel
 has the seconds of its op. Library kernels that the code generator put in place of ops share the seconds of these.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autoremat.planner.cost.durations import arithmetic_seconds
+from autoremat.planner.cost.durations import arithmetic_seconds, overlapped
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.allocations import KernelWork
@@ -30,7 +30,7 @@ def code_seconds(graph: Graph, executions: Iterable[int], kernels: Sequence[Kern
             return sum(graph.ops[number[name]].seconds for name, _ in kernel.ops) if kernel.ops else replaced / unknown
         own = ((number[name], share) for name, share in kernel.ops if name not in by_library)
         busy = sum(share * _arithmetic(graph, op) for op, share in own)
-        return graph.launch_seconds + max(busy, kernel.moved_bytes * graph.saving_seconds_per_byte / 2)
+        return graph.launch_seconds + overlapped(graph, busy, kernel.read_bytes, kernel.written_bytes)
 
     return list(map(seconds_of, kernels))
 

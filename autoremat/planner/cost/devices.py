@@ -39,6 +39,10 @@ class Device:
     """FLOP/s of matrix products by the element type of their operands, where the rates differ."""
     specials_per_second: float = 0.0
     """Results of the units for exponentials, reciprocals and the like; 0 if unknown."""
+    write_share: float = 0.5
+    """Share of the seconds to write and read a byte that the write takes."""
+    overlaps_wholly: bool = True
+    """True if a fused kernel takes only the longer of its arithmetic and its traffic."""
 
     def of_type(self, dtype: str) -> Device:
         """Returns the device with the rate of matrix products of ``dtype``: a name of torch's, or :data:`TF32`."""
@@ -220,6 +224,10 @@ def efficiencies(name: str) -> Efficiencies:
 
 
 def cpu_device(threads: int) -> Device:
-    """Returns the rates of ``threads`` CPU cores."""
+    """Returns the rates of ``threads`` CPU cores.
+
+    A core reads a line of memory into its cache before it writes the line, so a write moves a byte twice. It has few
+    instructions in flight, so the shorter of arithmetic and traffic is hidden in part only.
+    """
     bandwidth = min(threads * CPU_BYTES_PER_SECOND_PER_CORE, CPU_MAX_BYTES_PER_SECOND)
-    return Device(CPU, threads * CPU_FLOPS_PER_CORE, bandwidth)
+    return Device(CPU, threads * CPU_FLOPS_PER_CORE, bandwidth, write_share=2 / 3, overlaps_wholly=False)

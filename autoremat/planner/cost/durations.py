@@ -3,11 +3,15 @@
 Where the code generator fuses, an execution that materialises a result stands for a kernel. It computes the results inlined
 into it as well, and these executions take no seconds of their own.
 
-    seconds of a kernel  =  launch  +  min(seconds of its ops alone, max(its arithmetic, its traffic · seconds per byte))
+    seconds of a kernel  =  launch  +  min(seconds of its ops alone, arithmetic and traffic together)
+
+Arithmetic and traffic overlap (:func:`overlapped`). On a card the longer one counts, on a CPU the root of their squares. There,
+accesses to what is in the caches (:mod:`.caches`) are part of the arithmetic.
 
 The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A pass reads a
 tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in the
-backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op.
+backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op, and those of
+saved tensors that they find in memory and not in the caches.
 
 A fusion group has one pass, and one more behind each result that is known only when a pass has ended (``Op.ends_pass``). The
 statistics of a batch norm are such results: the kernel that normalises reads again what they were computed from.
@@ -22,6 +26,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from autoremat.planner.cost.caches import Cached
 from autoremat.planner.cost.fused_traffic import LARGEST_TYPE_RATIO
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
@@ -44,7 +49,7 @@ def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
 
 def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
     """Returns the seconds of each execution as fused, which callers share and do not change."""
-    found = _Kernels(graph, schedule).seconds(_alone(graph, schedule))
+    found = _Kernels(graph, schedule).seconds(_alone(graph, schedule)) + _of_cold_memory(graph, schedule)
     found.setflags(write=False)
     return found
 
@@ -52,6 +57,27 @@ def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
 def _alone(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
     """Returns the seconds of each execution as a kernel of its own."""
     return np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
+
+
+def _of_cold_memory(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
+    """Returns the seconds that extern kernels take for saved tensors that would be in the caches otherwise.
+
+    These are writes in the forward, and the first read in the backward. The seconds of an op are those of one whose tensors are
+    in the caches, as far as they fit there.
+    """
+    found, border = np.zeros(len(schedule.sequence)), len(schedule.forward)
+    if not graph.cached_bytes:
+        return found
+    fused = fusion_in(graph, schedule)
+    buffers, cached = fused.buffers, Cached.of(graph, fused.buffers)
+    is_cold = cached.saved & cached.early_reads & ~fused.absent
+    is_extern = arrays_of(graph).kinds[buffers.sequence] == EXTERN
+    late = np.flatnonzero((buffers.reader >= border) & is_cold[buffers.source])
+    saved, first = np.unique(buffers.source[late], return_index=True)
+    maker, reader, size = buffers.start[saved], buffers.reader[late][first], buffers.bytes[saved]
+    np.add.at(found, maker, size * is_extern[maker] * graph.write_seconds_per_byte)
+    np.add.at(found, reader, size * is_extern[reader] * graph.read_seconds_per_byte)
+    return found
 
 
 class _Kernels:
@@ -65,11 +91,19 @@ class _Kernels:
         self.bytes: list[int] = buffers.bytes.tolist()
         self.absent: list[bool] = absent.tolist()
         self.source: list[int] = buffers.source.tolist()
-        length = len(self.sequence)
+        length, self.border = len(self.sequence), len(schedule.forward)
+        cached = Cached.of(graph, buffers)
+        self.early_reads: list[bool] = cached.early_reads.tolist()
+        """For each live range, True if the forward reads it in the caches."""
+        self.late_reads: list[bool] = cached.late_reads.tolist()
+        """For each live range, True if the backward reads it in the caches."""
         self.begins: list[int] = np.searchsorted(buffers.reader, np.arange(length + 1)).tolist()
         """Where the reads of each execution begin in ``source``."""
-        self.written: list[float] = np.bincount(buffers.start[~absent], buffers.bytes[~absent], length).tolist()
-        """For each execution, the bytes that it materialises."""
+        self.written, self.written_in_caches = (
+            np.bincount(buffers.start[chosen], buffers.bytes[chosen], length).tolist()
+            for chosen in (~absent & ~cached.writes, ~absent & cached.writes)
+        )
+        """For each execution, the bytes that it materialises in memory, and in the caches."""
         touched = graph.derived(_touched)
         self.touched = [touched[index] for index in self.sequence]
         """For each execution, the most bytes that it reads of a tensor."""
@@ -82,8 +116,8 @@ class _Kernels:
 
     def seconds(self, alone: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the seconds of each execution. ``alone`` are those that its op takes as a kernel of its own."""
-        given, arithmetic = self.graph.derived(_given), arithmetic_seconds(self.graph)
-        kinds, per_byte = arrays_of(self.graph).kinds[list(self.sequence)].tolist(), self.graph.saving_seconds_per_byte / 2
+        graph, given, arithmetic = self.graph, self.graph.derived(_given), arithmetic_seconds(self.graph)
+        kinds: list[int] = arrays_of(graph).kinds[list(self.sequence)].tolist()
         unfused, found = alone.tolist(), [0.0] * len(alone)
         seen = dict[int, tuple[dict[int, float], dict[int, float]]]()
         for position, kind in enumerate(kinds):
@@ -92,13 +126,14 @@ class _Kernels:
             elif not self.inlined[position]:
                 if self.passes[position] not in seen:
                     seen[self.passes[position]] = {}, {}
-                    found[position] = self.graph.launch_seconds
-                kernel, moved = self._kernel(position, *seen[self.passes[position]], given)
-                busy = longest = 0.0
+                    found[position] = graph.launch_seconds
+                kernel, read, read_in_caches = self._kernel(position, *seen[self.passes[position]], given)
+                longest = 0.0
+                busy = graph.cached_share * graph.traffic_seconds(read_in_caches, self.written_in_caches[position])
                 for execution, share in kernel.items():
                     busy += share * arithmetic[self.sequence[execution]]
                     longest += share * unfused[execution]
-                found[position] += min(longest, max(busy, moved * per_byte))
+                found[position] += min(longest, overlapped(graph, busy, read, self.written[position]))
         return np.array(found, dtype=np.float64)
 
     def _passes(self, group: list[int], made_by: list[int]) -> list[int]:
@@ -125,14 +160,16 @@ class _Kernels:
 
     def _kernel(
         self, position: int, ran: dict[int, float], read: dict[int, float], given: list[list[tuple[int, int]]]
-    ) -> tuple[dict[int, float], float]:
+    ) -> tuple[dict[int, float], float, float]:
         """Returns the execution at ``position`` with those inlined into it, by the shares of their elements that run; and the
-        bytes that they read and write.
+        bytes that they read in memory, and in the caches.
 
         Leaves out what ``ran`` and what was ``read`` in the pass before, and adds to both. They hold the most bytes that an
         execution reads of a tensor, and those that were read of each.
         """
-        kernel, stack, moved, this = dict[int, float](), [(position, math.inf)], self.written[position], self.passes[position]
+        kernel, stack, this = dict[int, float](), [(position, math.inf)], self.passes[position]
+        in_memory = in_caches = 0.0
+        cached = self.late_reads if position >= self.border else self.early_reads
         while stack:
             execution, most = stack.pop()
             whole = self.touched[execution]
@@ -154,9 +191,19 @@ class _Kernels:
             for tensor, size in tensors:
                 taken = size if size < most else most
                 if taken > read.get(tensor, 0.0):
-                    moved += taken - read.get(tensor, 0.0)
+                    new = taken - read.get(tensor, 0.0)
                     read[tensor] = taken
-        return kernel, moved
+                    if tensor >= 0 and cached[tensor]:
+                        in_caches += new
+                    else:
+                        in_memory += new
+        return kernel, in_memory, in_caches
+
+
+def overlapped(graph: Graph, arithmetic: float, read_bytes: float, written_bytes: float) -> float:
+    """Returns the seconds of a fused kernel from those of its arithmetic and the bytes that it reads and writes."""
+    traffic = graph.traffic_seconds(read_bytes, written_bytes)
+    return max(arithmetic, traffic) if graph.overlaps_wholly else math.hypot(arithmetic, traffic)
 
 
 def arithmetic_seconds(graph: Graph) -> list[float]:

@@ -4,6 +4,8 @@ A fused kernel reads its inputs and writes the results that others read; its ari
 
 - A *saved* value costs a write unless the forward materialises it anyway. It costs a read if a fused kernel of the backward
     reads it.
+- A saved value that would stay in the caches otherwise (``graph.cached_bytes``) always costs both: its place is in memory, and
+    the next result does not take its warm place.
 - A *recomputed* pointwise op that is fused into its readers costs its arithmetic. It also costs one read of each input that an
     extern kernel or reduction computes and no fused kernel of the backward reads anyway.
 - These costs of recomputation occur once per fusion group that needs the result, because each group computes it again. A
@@ -11,7 +13,8 @@ A fused kernel reads its inputs and writes the results that others read; its ari
 - A result that is wider than what is read for it, such as a float32 copy of 16-bit numbers, costs that read once: if it were
     saved, each further group would read more.
 - If the result is broadcast to a larger one, such as a logarithm per row, its arithmetic runs for each larger element.
-- A pointwise op whose result an extern kernel reads costs its full seconds, because the result is materialised.
+- A pointwise op whose result an extern kernel reads runs once. It also costs a launch and the write of the result.
+- A gradient that nothing reads ends no fusion group: it can run behind the ops that share reads with those before it.
 
 Without fusion, every op is a kernel that writes its result and reads its inputs in any case, so saving costs no time.
 """
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining
+from autoremat.planner.graph.returned_gradients import returned_gradients
 
 LARGEST_TYPE_RATIO = 8
 """Largest ratio between the bytes of elements of usual types. A tensor that is larger by more than this has more elements."""
@@ -37,16 +41,13 @@ class FusedTraffic:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.kinds: list[int] = arrays_of(graph).kinds.tolist()
-        self.seconds_per_byte = graph.saving_seconds_per_byte / 2
-        """Seconds to write or to read one byte."""
 
     @cached_property
     def saving_seconds(self) -> NDArray[np.float64]:
         """For each value, the seconds that saving it adds."""
-        times = [self._written(value) + self._read(value) for value in range(len(self.graph.values))]
-        seconds: NDArray[np.float64] = arrays_of(self.graph).value_bytes * (
-            np.array(times, dtype=float) * self.seconds_per_byte
-        )
+        graph, values = self.graph, range(len(self.graph.values))
+        times = [graph.traffic_seconds(self._read(value), self._written(value)) for value in values]
+        seconds: NDArray[np.float64] = arrays_of(graph).value_bytes * np.array(times, dtype=float)
         return seconds
 
     @cached_property
@@ -60,6 +61,8 @@ class FusedTraffic:
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
             return False
+        if self.graph.values[value].bytes <= graph.cached_bytes:
+            return True
         early = {self.kinds[op] for op in graph.readers[value] if op < graph.num_forward}
         return self.kinds[maker] == POINTWISE and EXTERN not in early and value not in graph.forward_outputs
 
@@ -72,19 +75,25 @@ class FusedTraffic:
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
             return False
+        if self.graph.values[value].bytes <= graph.cached_bytes:
+            return True
         late = {self.kinds[op] for op in graph.readers[value] if op >= graph.num_forward}
         return bool(late - {EXTERN}) or (not late and self.kinds[maker] == POINTWISE)
 
     def _again(self, index: int) -> float:
         """Returns the seconds that recomputing a pointwise op adds."""
         graph, op = self.graph, self.graph.ops[index]
-        if any(self.kinds[reader] == EXTERN for value in op.outputs for reader in graph.readers[value]):
-            return op.seconds
         read = sum(graph.values[v].bytes for v in graph.computed_inputs[index] if self._only_read_by_repeats(v))
         arithmetic = (op.seconds - op.memory_bound_seconds) * self._times_spread(index)
-        groups = 1 if op.inlining is Inlining.NEVER else max(self._runs_in_need[index].bit_count(), 1)
+        stored = sum(
+            graph.values[value].bytes * (graph.cached_share if graph.values[value].bytes <= graph.cached_bytes else 1.0)
+            for value in op.outputs
+            if any(self.kinds[reader] == EXTERN for reader in graph.readers[value])
+        )
+        groups = 1 if stored or op.inlining is Inlining.NEVER else max(self._runs_in_need[index].bit_count(), 1)
         reads = 1 if read < self._made_bytes(index) else groups
-        return groups * arithmetic + reads * read * self.seconds_per_byte
+        launch = graph.launch_seconds if stored else 0.0
+        return launch + groups * arithmetic + graph.traffic_seconds(reads * read, stored)
 
     def _only_read_by_repeats(self, value: int) -> bool:
         """Returns True if no fused kernel of the backward reads the value anyway, and an extern kernel or reduction computes
@@ -133,8 +142,8 @@ class FusedTraffic:
 
         This includes reads through pointwise ops that are recomputed.
         """
-        graph = self.graph
-        run = np.cumsum(np.array(self.kinds) == EXTERN).tolist()
+        graph, passed = self.graph, self.graph.derived(returned_gradients)
+        run = np.cumsum([kind == EXTERN and index not in passed for index, kind in enumerate(self.kinds)]).tolist()
         needs = [0] * len(graph.ops)
         for index in range(graph.num_forward - 1, -1, -1):
             for reader in (r for value in graph.ops[index].outputs for r in graph.readers[value]):

@@ -37,6 +37,14 @@ class Graph:
     """True if the code generator fuses pointwise chains (Inductor). False if it materialises every result (eager)."""
     saving_seconds_per_byte: float = 0.0
     """Seconds to write one byte in the forward and to read it in the backward."""
+    write_share: float = 0.5
+    """Share of ``saving_seconds_per_byte`` that the write takes. A CPU reads a line of memory before it writes the line."""
+    overlaps_wholly: bool = True
+    """True if the shorter of a fused kernel's arithmetic and traffic adds nothing to the longer one, as on cards."""
+    cached_bytes: int = 0
+    """Bytes up to which a result stays in the caches until it is read, unless it is saved."""
+    cached_share: float = 1.0
+    """Seconds to read or write in the caches, as a share of those in memory."""
     launch_seconds: float = 0.0
     """Seconds of a fused kernel that does nothing. Those of extern kernels are part of their op's."""
     fusion_groups_hold_buffers: bool = False
@@ -160,6 +168,20 @@ class Graph:
         no other graph."""
         with_forms = any(value.forms for value in self.values)
         return not self.fuses and self.in_flight == 1 and not self.resident_bytes and not with_forms
+
+    @property
+    def write_seconds_per_byte(self) -> float:
+        """Seconds in which a kernel writes one byte."""
+        return self.saving_seconds_per_byte * self.write_share
+
+    @property
+    def read_seconds_per_byte(self) -> float:
+        """Seconds in which a kernel reads one byte."""
+        return self.saving_seconds_per_byte * (1.0 - self.write_share)
+
+    def traffic_seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """Returns the seconds in which a kernel reads and writes so many bytes."""
+        return read_bytes * self.read_seconds_per_byte + written_bytes * self.write_seconds_per_byte
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

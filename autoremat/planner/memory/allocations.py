@@ -53,8 +53,8 @@ class KernelWork:
     ops: tuple[tuple[str, float], ...]
     """Names of the ops that it computes, each with the share of the op's elements. A library kernel that the code generator put
     in place of ops has none."""
-    moved_bytes: int
-    """Bytes that it reads and writes."""
+    read_bytes: int
+    written_bytes: int
     is_library: bool = False
     """True if the code generator did not write the kernel."""
 

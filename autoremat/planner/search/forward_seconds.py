@@ -6,15 +6,15 @@ This holds at the end of the forward, and at extern ops that surely run, because
 
 Where ops fuse, the kernels of a fusion group (:mod:`.cost.durations`) take at most
 
-    launches of its passes  +  min(seconds of its ops alone, their arithmetic + bytes that they move · seconds per byte)
+    launches of its passes  +  min(seconds of its ops alone, their arithmetic + seconds of the bytes that they read and write)
 
 An op runs at most once in each pass of a group that it could be inlined into. A pass reads each tensor at most once, and none
 that it makes. Some results are surely inlined unless they are saved. Only saving makes a pass write or read them, and
 ``of_saving`` counts that. Any other result counts as written where it is computed. In groups that could compute one of its
 readers it counts as read, or what :mod:`.forward_inlining` bounds its expression by.
 
-Of the arithmetic, only what exceeds the seconds of writing counts: a kernel takes no longer than the greater of the two and its
-reads. A kernel that writes a pointwise result takes no longer than the ops that it computes, alone.
+Of the arithmetic, only what exceeds the seconds of writing counts, if both overlap wholly: a kernel takes no longer than the
+greater of the two and its reads. A kernel that writes a pointwise result takes no longer than the ops that it computes, alone.
 
 Groups are those of the forward with all its ops. If an extern op does not run, the two groups beside it are one. That one
 moves no more than both, because each of the two counts what the other makes.
@@ -42,13 +42,17 @@ class ForwardSeconds:
         self.before = list(accumulate(extern, initial=0.0))
         """For each op of the forward, and for its end, an upper bound on the seconds before it if nothing is saved."""
         if graph.fuses:
+            for value in graph.forward_values:
+                size, maker = graph.values[value].bytes, graph.values[value].producer
+                if maker is not None and graph.ops[maker].kind is Kind.EXTERN and size <= graph.cached_bytes:
+                    self.of_saving[value] = graph.traffic_seconds(0, size)
             groups = _Groups(graph)
             ended = list(accumulate(groups.seconds, initial=0.0))
             numbers = [*groups.inlining.group, len(groups.seconds)]
             self.before = [seconds + ended[number] for seconds, number in zip(self.before, numbers, strict=True)]
             for value in filter(groups.inlining.is_surely_absent, graph.forward_values):
-                times = 1 + groups.reads[value]
-                self.of_saving[value] = times * graph.values[value].bytes * graph.saving_seconds_per_byte / 2
+                per_byte = graph.write_seconds_per_byte + groups.reads[value] * graph.read_seconds_per_byte
+                self.of_saving[value] = graph.values[value].bytes * per_byte
 
 
 class _Groups:
@@ -56,7 +60,7 @@ class _Groups:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.inlining, self.passes = graph, ForwardInlining(graph), _passes_at_most(graph)
-        self.per_byte = graph.saving_seconds_per_byte / 2
+        self.read, self.write = graph.read_seconds_per_byte, graph.write_seconds_per_byte
         self.reads = Counter[int]()
         """For each value, the passes that could read it."""
         self.seconds = self._seconds()
@@ -85,8 +89,8 @@ class _Groups:
         for group in {inlining.group[index] for index in fusible}:
             self.reads.update(dict.fromkeys(read[group], passes[group]))
             present = (value for value in read[group] if not inlining.is_surely_absent(value))
-            each = written[group] + passes[group] * self.per_byte * sum(graph.values[value].bytes for value in present)
-            through = wholly[group] + passes[group] * self.per_byte * sum(map(inlining.bytes_read.__getitem__, direct[group]))
+            each = written[group] + passes[group] * self.read * sum(graph.values[value].bytes for value in present)
+            through = wholly[group] + passes[group] * self.read * sum(map(inlining.bytes_read.__getitem__, direct[group]))
             found[group] = passes[group] * graph.launch_seconds + min(
                 alone[group], min(busy[group], excess[group]) + min(each, through)
             )
@@ -95,15 +99,18 @@ class _Groups:
     def _seconds_of_writing(self, index: int) -> float:
         """Returns the most seconds in which a kernel writes the results of an op, if nothing is saved."""
         present = (value for value in self.graph.ops[index].outputs if not self.inlining.is_surely_absent(value))
-        return sum(self.graph.values[value].bytes for value in present) * self.per_byte
+        return sum(self.graph.values[value].bytes for value in present) * self.write
 
     def _seconds_beyond_writing(self, index: int, members: list[int]) -> float:
-        """Returns the most seconds by which the arithmetic of a kernel that writes the results of an op exceeds the writing."""
+        """Returns the most seconds by which the arithmetic of a kernel that writes the results of an op exceeds the writing.
+
+        It is all of the arithmetic where both do not overlap wholly.
+        """
         op, arithmetic = self.graph.ops[index], arithmetic_seconds(self.graph)
         busy = sum(arithmetic[one] for one in members if self.inlining.contained[index] >> one & 1)
         are_written = op.kind is not Kind.POINTWISE or len(op.outputs) == 1  # by a kernel that is for this op
         written = sum(self.graph.values[value].bytes for value in op.outputs) if are_written else 0
-        return max(0.0, busy - written * self.per_byte)
+        return max(0.0, busy - written * self.write) if self.graph.overlaps_wholly else busy
 
     def _seconds_beside_reads(self, index: int, members: list[int]) -> float:
         """Returns an upper bound on the seconds that writing the results of an op adds to those of the reads of its group.
@@ -118,7 +125,7 @@ class _Groups:
         private = [value for value in op.inputs if not self._is_made_in(value, own)]
         private = [value for value in private if not any(one in members and one != index for one in graph.readers[value])]
         computed = sum(graph.ops[one].seconds for one in members if inlining.contained[index] >> one & 1)
-        return max(0.0, min(seconds, computed - self.per_byte * sum(map(inlining.bytes_read.__getitem__, private))))
+        return max(0.0, min(seconds, computed - self.read * sum(map(inlining.bytes_read.__getitem__, private))))
 
     def _is_made_in(self, value: int, group: int) -> bool:
         """Returns True if the only pass of the group makes the value, unless another group inlines it."""

@@ -15,10 +15,10 @@ import numpy as np
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import PASSED_BY_NONE
+from autoremat.planner.graph.returned_gradients import returned_gradients
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.live_ranges import Buffers
 from autoremat.planner.search.later_recomputation import with_backward
-from autoremat.planner.search.returned_gradients import returned_gradients
 
 
 def with_gradients_first(graph: Graph, schedule: Schedule) -> Schedule:

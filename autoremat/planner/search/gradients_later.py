@@ -21,10 +21,10 @@ from dataclasses import replace
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import PASSED_BY_NONE, Kind
+from autoremat.planner.graph.returned_gradients import Gradients, returned_gradients
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import ROUNDING
-from autoremat.planner.search.returned_gradients import Gradients, returned_gradients
 from autoremat.planner.search.work_limit import SIMULATION, WorkLimit
 
 

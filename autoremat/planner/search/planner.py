@@ -107,15 +107,13 @@ class Planner:
         if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
             smallest = search.lowest_for(budget_bytes)
         seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes, best)
-        best = self._with_gradients_later(best, budget_bytes, accepts)
+        best = None if best is None else self._as_run(best, budget_bytes, accepts)
         ends = (search.is_limited, self.ended_by_clock)
         return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends)
 
-    def _with_gradients_later(
-        self, plan: Plan | None, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None
-    ) -> Plan | None:
+    def _as_run(self, plan: Plan, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None) -> Plan:
         """Returns ``plan`` with gradients later, if its code keeps its sequence. Inductor orders other code itself."""
-        if plan is None or not self.graph.fuses or Strategies.RUN_LATER not in self.strategies:
+        if not self.graph.fuses or Strategies.RUN_LATER not in self.strategies:
             return plan
         fastest = None if plan.keeps_its_sequence else self.search.best(None, accepts or bool)
         if fastest is not None and plan.cost_seconds <= fastest.cost_seconds:
@@ -192,13 +190,14 @@ class Planner:
 
         The lower bound on the cost is that for the plan's own peak.
         """
-        descent = Descent(self.search, self.moments, time)
+        descent = Descent(self.search, time)
         descent.run()
-        if descent.best is not None:
-            self.check(descent.best)
-        judged = self.judge(descent.best or self.smallest, None)
+        found = None if descent.best is None else self._as_run(descent.best)
+        if found is not None:
+            self.check(found)
+        judged = self.judge(found or self.smallest, None)
         return replace(
-            judged, plan=self._with_gradients_later(descent.best), smallest=self.smallest, candidates=self.search.simulated,
+            judged, plan=found, smallest=self.smallest, candidates=self.search.simulated,
             interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
         )  # fmt: skip
 

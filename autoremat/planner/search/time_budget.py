@@ -1,18 +1,22 @@
 """The budget of time: the least peak of a step that takes little longer than under its plan without a budget.
 
-The search answers the opposite question: the least cost for a budget in bytes. :class:`Descent` therefore bisects over budgets.
-It looks for the least budget whose plan keeps the time.
+A time is the sum of the kernels of a step (:mod:`autoremat.planner.cost.durations`), with gradients behind the ops that share
+reads with those before them (:mod:`.gradients_later`). The search answers the opposite question: the least cost for a budget in
+bytes. :class:`Descent` therefore bisects over budgets. It looks for the least budget whose plan keeps the time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.lower_bounds import Moments
+from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.planning_result import ROUNDING
+from autoremat.planner.search.work_limit import WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -26,38 +30,40 @@ class TimeBudget:
     """The plan without a budget: the fastest one, or a slightly slower one whose peak torch's own partition does not exceed."""
     max_slowdown: float
     """Share of the seconds of ``plan`` by which a step may exceed them."""
+    time_limit: float = math.inf
+    """Limit in seconds for the search, of which moving the gradients of one plan takes a share."""
+    _known: dict[int, tuple[Plan, float]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step under the plan without a budget, by the cost model."""
-        return _seconds(self.plan)
+        """Predicted seconds of the step under the plan without a budget."""
+        return self.seconds_of(self.plan)
+
+    def seconds_of(self, plan: Plan) -> float:
+        """Returns the predicted seconds of a step under ``plan``, with gradients later.
+
+        They are there if the code keeps the sequence of the plan. Other code Inductor orders itself, and as well.
+        """
+        if id(plan) not in self._known:
+            limit = WorkLimit(self.time_limit)
+            limit.work *= settings.gradients_later_share
+            moved = with_gradients_later(plan, limit) if plan.graph.fuses else plan
+            self._known[id(plan)] = plan, moved.predicted_seconds
+        return self._known[id(plan)][1]
 
     def slowdown(self, plan: Plan) -> float:
         """Returns the share by which the step under ``plan`` takes longer than under the plan without a budget.
 
         It is negative for a faster plan, as that of a graph that chunks the loss.
         """
-        return self._share_of(_seconds(plan))
-
-    def keeps(self, plan: Plan) -> bool:
-        """Returns True if the step under ``plan`` keeps to the time."""
-        return self.slowdown(plan) <= self.max_slowdown + ROUNDING
-
-    def excludes(self, seconds: float) -> bool:
-        """Returns True if a step of at least ``seconds`` does not keep to the time."""
-        return self._share_of(seconds) > self.max_slowdown + ROUNDING
-
-    def _share_of(self, seconds: float) -> float:
+        seconds = self.seconds_of(plan)
         if self.seconds:
             return seconds / self.seconds - 1.0
         return math.inf if seconds else 0.0
 
-
-def _seconds(plan: Plan) -> float:
-    """Returns the seconds of the step under ``plan``, and zero where only the rounding of a sum is left of them."""
-    step = plan.graph.step_seconds
-    seconds = step + plan.cost_seconds
-    return seconds if seconds > ROUNDING * step else 0.0
+    def keeps(self, plan: Plan) -> bool:
+        """Returns True if the step under ``plan`` keeps to the time."""
+        return self.slowdown(plan) <= self.max_slowdown + ROUNDING
 
 
 class Descent:
@@ -68,12 +74,12 @@ class Descent:
     levels, and can be a little higher for more time.
     """
 
-    def __init__(self, search: Search, moments: Moments, time: TimeBudget) -> None:
-        self.search, self.moments, self.time, self.level = search, moments, time, settings.time_levels
-        fastest = min(search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
-        self.least, self.most = search.smallest.peak_bytes, fastest.peak_bytes
+    def __init__(self, search: Search, time: TimeBudget) -> None:
+        self.search, self.time, self.level = search, time, settings.time_levels
+        front = pareto_front(search.unfilled)
+        self.least, self.most = search.smallest.peak_bytes, front[0].peak_bytes
         given = [time.plan] if time.plan.graph is search.graph else []
-        self.known = min(filter(time.keeps, (*search.unfilled, *given)), key=_rank, default=None)
+        self.known = min((*takewhile(time.keeps, front), *given), key=_rank, default=None)
         self.best = self.known
         """The plan of the least peak seen that keeps to the time."""
 
@@ -98,18 +104,31 @@ class Descent:
         budget, search = self.bytes_at(level), self.search
         if self.known is not None and self.known.peak_bytes <= budget:
             return True
-        if self.time.excludes(search.graph.step_seconds + self.moments.seconds(budget)):
-            return False
         search.forget()
         search.fill(budget)
         if thorough:
             search.recreate(budget, self.time.keeps)
         if search.joint is not None:
             search.joint.improve(budget, thorough, self.time.keeps)
-        found = [c.plan for c in search.made_for_budgets if self.time.keeps(c.plan)]
-        self.best = min(filter(None, (self.best, *found)), key=_rank, default=None)
-        return bool(found)
+        found = min((candidate.plan for candidate in search.made_for_budgets), key=_cost, default=None)
+        if found is None or not self.time.keeps(found):
+            return False
+        self.best = min(filter(None, (self.best, found)), key=_rank)
+        return True
+
+
+def pareto_front(plans: Iterable[Plan]) -> list[Plan]:
+    """Returns the plans that no other one beats in both peak and cost, the cheapest first."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.cost_seconds, plan.peak_bytes)):
+        if not front or plan.peak_bytes < front[-1].peak_bytes:
+            front.append(plan)
+    return front
 
 
 def _rank(plan: Plan) -> tuple[int, float]:
     return plan.peak_bytes, plan.cost_seconds
+
+
+def _cost(plan: Plan) -> float:
+    return plan.cost_seconds

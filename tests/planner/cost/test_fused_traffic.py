@@ -55,11 +55,11 @@ def normalised() -> tuple[Graph, int, int, int]:
 
 
 def test_what_kernels_of_their_own_read_in_both_halves_is_saved_for_nothing():
-    """It is written for the forward's reader, and the backward's reads it whoever has made it."""
+    """It is written for the forward's reader, and the backward's reads it whoever has made it. A second run writes it again."""
     graph, product, scaled, maker = normalised()
     assert traffic_of(graph).saving_seconds[scaled] == 0.0
     assert traffic_of(graph).saving_seconds[product] == pytest.approx(MOVED)
-    assert traffic_of(graph).recompute_seconds[maker] == 1e-3
+    assert traffic_of(graph).recompute_seconds[maker] == pytest.approx(1e-4 + MOVED)
     assert scaled in Planner(graph).find(None).plan.saved
 
 

@@ -1,0 +1,69 @@
+"""The buffers of code that Inductor generates: their bytes, and which of them a half receives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoremat.planner.memory.wrapper_replay import ReplayContext
+from autoremat.torch_private import names
+from autoremat.torch_private.symbolic_sizes import most_of_expression
+
+
+def layout_bytes(buffer: Any, device_type: str = "cpu") -> int:
+    """Returns the bytes of an Inductor buffer; 0 for a buffer that stands for several results or for none.
+
+    A buffer on the host has none if the memory of another device counts.
+    """
+    from torch._inductor.virtualized import V
+
+    layout = _layout(buffer)
+    if layout is None or layout.device.type == "cpu" != device_type:
+        return 0
+    return most_of_expression(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
+
+
+def _layout(buffer: Any) -> Any | None:
+    """Returns the layout of an Inductor buffer; None for a buffer that stands for several results, and for other objects."""
+    from torch._inductor import ir
+
+    try:
+        layout = buffer.get_layout() if isinstance(buffer, ir.IRNode) else None
+    except NotImplementedError:
+        return None
+    return layout if isinstance(layout, ir.Layout) else None
+
+
+def results(buffer: Any) -> list[str]:
+    """Returns the names of the buffers that hold the results of the call that ``buffer`` stands for.
+
+    Results that are views of the call's operands have no memory of their own, and are left out.
+    """
+    from torch._inductor import ir
+
+    if not isinstance(buffer, ir.ExternKernel) or buffer.get_inputs_that_alias_output():
+        return []
+    found = torch.utils._pytree.tree_leaves(names.read(buffer, "torch._inductor.ir:FallbackKernel.outputs", ()))
+    return [result.get_name() for result in found if type(result) is ir.MultiOutput]
+
+
+def _strides(buffer: Any) -> tuple[object, ...]:
+    """Returns the strides of the dimensions that are longer than 1; an empty tuple for objects that are not tensors."""
+    layout = _layout(buffer)
+    return () if layout is None else tuple(step for size, step in zip(layout.size, layout.stride, strict=True) if size != 1)
+
+
+def received(lowering: Any, known: ReplayContext) -> tuple[dict[str, int], set[str]]:
+    """Returns the bytes of the tensors that a backward receives, by name, and the names of those that it cannot free.
+
+    A forward receives none that count.
+    """
+    if not lowering.is_backward:
+        return {}, set()
+    counted = {
+        name: layout_bytes(buffer, known.device_type)
+        for name, buffer in lowering.graph_inputs.items()
+        if not known.is_input(name, _strides(buffer))
+    }
+    return counted, {name for name in counted if name in known.held or name.startswith("tangents")}
