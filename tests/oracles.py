@@ -120,7 +120,7 @@ def saving_seconds(graph: Graph, value: int) -> float:
         return 0.0
     is_cold = is_cached(graph, value)
     is_read = is_cold or for_repeats or bool(fused_backward_readers(graph, value))
-    is_written = is_cold or not exists
+    is_written = value not in graph.forward_outputs if is_cold else not exists
     moves = is_written * graph.write_share + is_read * (1 - graph.write_share)
     return graph.values[value].bytes * moves * graph.saving_seconds_per_byte
 

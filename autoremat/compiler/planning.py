@@ -242,7 +242,7 @@ class _CandidateSearch:
         allowed = self.context.request.limits.max_slowdown
         if allowed is None or priced.joint.is_region:
             return None
-        return TimeBudget(planner.choose(None) or planner.baseline, allowed, self.context.request.time_limit)
+        return TimeBudget(planner.choose(None) or planner.baseline, allowed, WorkLimit(self.context.request.time_limit))
 
     def _searched(
         self, priced: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None

@@ -192,7 +192,7 @@ def memory_first(
     def generate_compactly(generate: Method, lowering: Any) -> Any:
         if not wanted():
             return generate(lowering)
-        reuses = set(lowering.device_types) <= {"cpu"}
+        reuses = inductor_config.allow_buffer_reuse and set(lowering.device_types) <= {"cpu"}
         compact = {"allow_buffer_reuse": reuses, "triton.reorder_for_reducing_graph_partitions": False}
         with inductor_config.patch(compact), keeping_peaks(lowering, context()):
             return generate(lowering)

@@ -23,7 +23,7 @@ class Cached:
     saved: Flags
     """True if the forward computes it and the backward reads it."""
     early_reads: Flags
-    """Reads in the half that computes it."""
+    """Reads in the forward."""
     late_reads: Flags
     """Reads in the backward."""
     writes: Flags

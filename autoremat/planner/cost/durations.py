@@ -5,8 +5,8 @@ into it as well, and these executions take no seconds of their own.
 
     seconds of a kernel  =  launch  +  min(seconds of its ops alone, arithmetic and traffic together)
 
-Arithmetic and traffic overlap (:func:`overlapped`). On a card the longer one counts, on a CPU the root of their squares. There,
-accesses to what is in the caches (:mod:`.caches`) are part of the arithmetic.
+Arithmetic and traffic overlap (:func:`overlapped`). On a card the longer one counts, on a CPU the root of the sum of squares.
+There, accesses to what is in the caches (:mod:`.caches`) are part of the arithmetic.
 
 The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A pass reads a
 tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in the

@@ -62,7 +62,7 @@ class FusedTraffic:
         if maker is None or not graph.fuses:
             return False
         if self.graph.values[value].bytes <= graph.cached_bytes:
-            return True
+            return value not in graph.forward_outputs
         early = {self.kinds[op] for op in graph.readers[value] if op < graph.num_forward}
         return self.kinds[maker] == POINTWISE and EXTERN not in early and value not in graph.forward_outputs
 

@@ -104,13 +104,14 @@ class _Groups:
     def _seconds_beyond_writing(self, index: int, members: list[int]) -> float:
         """Returns the most seconds by which the arithmetic of a kernel that writes the results of an op exceeds the writing.
 
-        It is all of the arithmetic where both do not overlap wholly.
+        It is all of the arithmetic where both do not overlap wholly, or where results are written to caches.
         """
         op, arithmetic = self.graph.ops[index], arithmetic_seconds(self.graph)
         busy = sum(arithmetic[one] for one in members if self.inlining.contained[index] >> one & 1)
         are_written = op.kind is not Kind.POINTWISE or len(op.outputs) == 1  # by a kernel that is for this op
         written = sum(self.graph.values[value].bytes for value in op.outputs) if are_written else 0
-        return max(0.0, busy - written * self.write) if self.graph.overlaps_wholly else busy
+        is_hidden = self.graph.overlaps_wholly and not self.graph.cached_bytes
+        return max(0.0, busy - written * self.write) if is_hidden else busy
 
     def _seconds_beside_reads(self, index: int, members: list[int]) -> float:
         """Returns an upper bound on the seconds that writing the results of an op adds to those of the reads of its group.

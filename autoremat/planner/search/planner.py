@@ -198,7 +198,8 @@ class Planner:
         judged = self.judge(found or self.smallest, None)
         return replace(
             judged, plan=found, smallest=self.smallest, candidates=self.search.simulated,
-            interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
+            interrupted=self.search.is_limited or time.limit.interrupted,
+            ended_by_clock=self.ended_by_clock or time.limit.ended_by_clock,
         )  # fmt: skip
 
     def least_traffic(self) -> Plan:

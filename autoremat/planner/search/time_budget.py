@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
@@ -30,9 +30,9 @@ class TimeBudget:
     """The plan without a budget: the fastest one, or a slightly slower one whose peak torch's own partition does not exceed."""
     max_slowdown: float
     """Share of the seconds of ``plan`` by which a step may exceed them."""
-    time_limit: float = math.inf
-    """Limit in seconds for the search, of which moving the gradients of one plan takes a share."""
-    _known: dict[int, tuple[Plan, float]] = field(default_factory=dict, init=False, repr=False)
+    limit: WorkLimit = field(default_factory=WorkLimit, compare=False)
+    """The work to move the gradients of all plans that are compared."""
+    _known: dict[int, tuple[Plan, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -45,9 +45,7 @@ class TimeBudget:
         They are there if the code keeps the sequence of the plan. Other code Inductor orders itself, and as well.
         """
         if id(plan) not in self._known:
-            limit = WorkLimit(self.time_limit)
-            limit.work *= settings.gradients_later_share
-            moved = with_gradients_later(plan, limit) if plan.graph.fuses else plan
+            moved = with_gradients_later(plan, self.limit) if plan.graph.fuses else plan
             self._known[id(plan)] = plan, moved.predicted_seconds
         return self._known[id(plan)][1]
 
@@ -79,7 +77,8 @@ class Descent:
         front = pareto_front(search.unfilled)
         self.least, self.most = search.smallest.peak_bytes, front[0].peak_bytes
         given = [time.plan] if time.plan.graph is search.graph else []
-        self.known = min((*takewhile(time.keeps, front), *given), key=_rank, default=None)
+        fast = takewhile(time.keeps, dropwhile(lambda plan: not time.keeps(plan), front))
+        self.known = min((*fast, *given), key=_rank, default=None)
         self.best = self.known
         """The plan of the least peak seen that keeps to the time."""
 
@@ -110,11 +109,9 @@ class Descent:
             search.recreate(budget, self.time.keeps)
         if search.joint is not None:
             search.joint.improve(budget, thorough, self.time.keeps)
-        found = min((candidate.plan for candidate in search.made_for_budgets), key=_cost, default=None)
-        if found is None or not self.time.keeps(found):
-            return False
-        self.best = min(filter(None, (self.best, found)), key=_rank)
-        return True
+        found = [candidate.plan for candidate in search.made_for_budgets if self.time.keeps(candidate.plan)]
+        self.best = min(filter(None, (self.best, *found)), key=_rank, default=None)
+        return bool(found)
 
 
 def pareto_front(plans: Iterable[Plan]) -> list[Plan]:
@@ -128,7 +125,3 @@ def pareto_front(plans: Iterable[Plan]) -> list[Plan]:
 
 def _rank(plan: Plan) -> tuple[int, float]:
     return plan.peak_bytes, plan.cost_seconds
-
-
-def _cost(plan: Plan) -> float:
-    return plan.cost_seconds
