@@ -76,8 +76,9 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
             ops.append(replace(op, seconds=seconds, memory_bound_seconds=traffic))
         else:
             ops.append(replace(op, seconds=rates.seconds(work), memory_bound_seconds=0.0))
-    per_byte, launch = rates.saving_seconds_per_byte, rates.launch_seconds
-    graph = replace(graph, ops=tuple(ops), saving_seconds_per_byte=per_byte, launch_seconds=launch)
+    graph = replace(
+        graph, ops=tuple(ops), saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=rates.launch_seconds
+    )
     if captured.runs_on == "cpu":
         graph = replace(graph, cached_bytes=CACHED_BYTES, cached_share=CACHED_SHARE)
     sources = [CostSource.CALIBRATED if rates.measures(work) else CostSource.ASSUMED for work in works]

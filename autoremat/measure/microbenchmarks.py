@@ -155,7 +155,7 @@ def in_turn(function: Function, times: int) -> Function:
 def added(function: Callable[[torch.Tensor, float], torch.Tensor], times: int) -> Function:
     """Returns the sum of ``function(x, number)`` over ``times`` numbers up to 1.
 
-    Larger ones would make arguments that activations seldom have: the error function of 16 takes half as long again.
+    Larger ones would make arguments that activations seldom have, and intermediate results so small that they take longer.
     """
     return lambda x: functools.reduce(torch.add, (function(x, number / times) for number in range(1, times + 1)))
 

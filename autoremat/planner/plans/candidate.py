@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autoremat.planner.graph.schedule import Segments
 from autoremat.planner.plans.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,3 +29,12 @@ class Candidate:
 
     plan: Plan
     segmentation: Segmentation
+
+
+def pareto_front(found: Iterable[T], plan_of: Callable[[T], Plan]) -> list[T]:
+    """Returns those of ``found`` whose plans no other one beats in both peak and cost, the cheapest first."""
+    front: list[T] = []
+    for one in sorted(found, key=lambda one: (plan_of(one).cost_seconds, plan_of(one).peak_bytes)):
+        if not front or plan_of(one).peak_bytes < plan_of(front[-1]).peak_bytes:
+            front.append(one)
+    return front

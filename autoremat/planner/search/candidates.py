@@ -24,7 +24,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain, segment_counts
-from autoremat.planner.plans.candidate import Candidate, Segmentation
+from autoremat.planner.plans.candidate import Candidate, Segmentation, pareto_front
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.greedy_fill import fill
@@ -221,12 +221,8 @@ class Search:
 
         The cheapest candidate is the first. The others are spread evenly over the Pareto front.
         """
-        front: list[Candidate] = []
-        for candidate in sorted(self.candidates, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds)):
-            fits = candidate.plan.peak_bytes <= budget and candidate.plan.saved_bytes <= saved_budget
-            if fits and (not front or candidate.plan.cost_seconds < front[-1].plan.cost_seconds):
-                front.append(candidate)
-        front.reverse()
+        fitting = (c for c in self.candidates if c.plan.peak_bytes <= budget and c.plan.saved_bytes <= saved_budget)
+        front = pareto_front(fitting, lambda candidate: candidate.plan)
         wanted = effort(settings.fill_work, settings.fill_limits, self.graph.num_forward)
         return [front[i] for i in sorted(spread(len(front), wanted))]
 

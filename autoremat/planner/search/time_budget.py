@@ -8,10 +8,10 @@ bytes. :class:`Descent` therefore bisects over budgets. It looks for the least b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 
+from autoremat.planner.plans.candidate import pareto_front
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.gradients_later import with_gradients_later
@@ -74,7 +74,7 @@ class Descent:
 
     def __init__(self, search: Search, time: TimeBudget) -> None:
         self.search, self.time, self.level = search, time, settings.time_levels
-        front = pareto_front(search.unfilled)
+        front = pareto_front(search.unfilled, lambda plan: plan)
         self.least, self.most = search.smallest.peak_bytes, front[0].peak_bytes
         given = [time.plan] if time.plan.graph is search.graph else []
         fast = takewhile(time.keeps, dropwhile(lambda plan: not time.keeps(plan), front))
@@ -112,15 +112,6 @@ class Descent:
         found = [candidate.plan for candidate in search.made_for_budgets if self.time.keeps(candidate.plan)]
         self.best = min(filter(None, (self.best, *found)), key=_rank, default=None)
         return bool(found)
-
-
-def pareto_front(plans: Iterable[Plan]) -> list[Plan]:
-    """Returns the plans that no other one beats in both peak and cost, the cheapest first."""
-    front: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.cost_seconds, plan.peak_bytes)):
-        if not front or plan.peak_bytes < front[-1].peak_bytes:
-            front.append(plan)
-    return front
 
 
 def _rank(plan: Plan) -> tuple[int, float]:
