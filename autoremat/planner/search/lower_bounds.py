@@ -231,7 +231,7 @@ class Moments:
         ``rich`` is the cut of price 0, which has more bytes.
         """
         lean = cut(most_price)
-        best = max(0.0, lean.bound - most_price * room)
+        best = max(0.0, rich.bound, lean.bound - most_price * room)
         if lean.bytes > room and most_price < self.mincut.top_price:
             return best
         for _ in range(settings.maximum_secants):
