@@ -65,9 +65,8 @@ class ChunkingCandidate:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the step under the plan, with its recomputation and its saves; infinite if no plan fits."""
-        plan = self.planning.plan
-        return float("inf") if plan is None else plan.graph.step_seconds + plan.cost_seconds
+        """Predicted seconds of the step under the plan; infinite if no plan fits."""
+        return math.inf if self.planning.plan is None else self.planning.plan.predicted_seconds
 
 
 Contend = Callable[[PricedGraph, int, ChunkingCandidate | None], ChunkingCandidate]
