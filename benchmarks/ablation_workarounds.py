@@ -88,6 +88,14 @@ def reading_through_regions() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def leaving_layout_copies() -> Iterator[None]:
+    """Leaves the copies of images and weights to Inductor, which saves them."""
+    unplanned = mock.patch.object(lowering_stage.layouts, "inputs_as_they_are", contextlib.nullcontext)
+    with mock.patch.object(passes, "state_layout_copies", nothing), unplanned:
+        yield
+
+
 def reusing_by_estimate() -> contextlib.AbstractContextManager[Any]:
     """Returns the context in which Inductor's own estimate decides on reuse; the kernels stay in order."""
     return mock.patch.object(inductor_lowering, "keeping_peaks", return_value=contextlib.nullcontext())
@@ -99,6 +107,7 @@ WORKAROUNDS: dict[str, tuple[Switch, tuple[str, ...]]] = {
     "materialize_shared": (lambda: mock.patch.object(passes, "materialize_shared", nothing), ("masked", "t5", "bert")),
     "preserve_strides": (lambda: mock.patch.object(passes, "preserve_strides", nothing), ("strided",)),
     "pass_through": (reading_through_regions, ("regions",)),
+    "layout copies": (leaving_layout_copies, ("unet", "densenet", "resnet")),
     "channels last at once": (
         lambda: mock.patch.object(lowering_stage, "before_lowering", nothing), ("unet", "densenet", "resnet"),
     ),

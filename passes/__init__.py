@@ -12,6 +12,8 @@ from autoremat.capture.capture import Capture
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
 from autoremat.passes.inductor_workarounds.channels_last import state_channels_last
 from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
+from autoremat.passes.inductor_workarounds.layout_copies import is_layout_copy as is_layout_copy
+from autoremat.passes.inductor_workarounds.layout_copies import state_layout_copies as state_layout_copies
 from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
 from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
 from autoremat.passes.inductor_workarounds.one_hot_sum import simplify_one_hot_sum as simplify_one_hot_sum
@@ -33,6 +35,8 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
     passes: list[Pass] = [forward_region_operands]
     if runs_on is not None:
         passes.append(accumulate_into_first)
+    if runs_on is not None and compilers.lays_channels_last(runs_on):
+        passes.append(state_layout_copies)
     # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer
     # writes in place.
     if runs_on == "cpu" and compilers.largest_expression(runs_on) >= OPERATIONS:

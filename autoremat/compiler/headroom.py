@@ -5,22 +5,19 @@ from __future__ import annotations
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cuda_graphs_bytes, held_too_long_bytes
 from autoremat.planner.multigraph.ledger import PlanPoint
-from autoremat.workspaces.formulas import layout_copies_bytes
 
 
 def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
     """Returns the bytes to keep free of the budget: those of generated code, and tensors that a collective holds too long.
 
-    Generated code also makes copies into layouts that kernels want, and into the memory of CUDA graphs.
+    Generated code also makes copies into the memory of CUDA graphs.
     """
     captured, held = priced.captured, held_too_long_bytes(priced.captured)
     if not context.request.fuses:
         return held
-    copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
-    return held + code_headroom_bytes(captured.graph) + copies + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
+    return held + code_headroom_bytes(captured.graph) + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
 
 
 def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
     """Returns ``point`` with the bytes that generated code may need beside its buffers."""
-    copies = layout_copies_bytes(priced.captured.op_nodes, priced.captured.runs_on) if context.request.fuses else 0
-    return point.with_code(headroom_of(priced, context), copies)
+    return point.with_more(headroom_of(priced, context))

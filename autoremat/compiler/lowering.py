@@ -120,6 +120,7 @@ def lower(
             inductor_lowering.draws_in_sequence(),
             inductor_lowering.sums_at_their_places(),
             layouts.laid_out_as_saved((ops.copy_to_host, ops.wait_for_copy_to_host)),
+            layouts.inputs_as_they_are(),
             layouts.attention_as_traced(),
             inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
             _answers_for(source),

@@ -14,7 +14,7 @@ from autoremat.compiler.infeasibility import no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.plan_report import ReportedPlan, report_of
-from autoremat.compiler.reference import budget_of, find_soft_budget, plan_without_us, reference_of
+from autoremat.compiler.reference import budget_of, find_soft_budget, layout_copies_bytes, plan_without_us, reference_of
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.compiler.tiling import choose_parts
 from autoremat.planner.constraints import policies
@@ -95,6 +95,7 @@ class SmallestGraph(PlannedGraph):
         plans = (planner.baseline, self.plan_without_us or planner.baseline)
         points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
         *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
+        copies = layout_copies_bytes(self.priced, plans[-1])
         graph = self.priced.graph
         return StepGraph(
             key,
@@ -103,7 +104,7 @@ class SmallestGraph(PlannedGraph):
             tuple(front),
             baseline,
             graph.step_seconds,
-            reference=reference,
+            reference=reference.with_more(copies, copies),
             ended_by_clock=planner.ended_by_clock,
             predicted_seconds=planner.baseline.predicted_seconds,
             seconds_per_border_byte=graph.saving_seconds_per_byte if graph.fuses else 0.0,

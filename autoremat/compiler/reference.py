@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.passes import is_layout_copy
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.plan_source import PlanSource
@@ -50,7 +51,7 @@ def reference_of(
     if context.request.limits.reference_share is None or priced.joint.is_region:
         return None
     source, plan = plan_without_us(priced, context, planner, torchs_plans)
-    size = counted(plan)
+    size = counted(plan) + layout_copies_bytes(priced, plan)
     if context.plain_code_bytes is not None:
         source, size = CODE, context.plain_code_bytes
     found = [Reference(size, source, plan.saved_bytes), _of(planner.baseline, BASELINE, counted)]
@@ -82,6 +83,13 @@ def plan_without_us(
     return (STAND_IN, planner.least_traffic()) if torchs is None else (TORCH, torchs)
 
 
+def layout_copies_bytes(priced: PricedGraph, plan: Plan) -> int:
+    """Returns the bytes of the layout copies that Inductor alone saves for the backward, and ``plan`` does not."""
+    calls = zip(priced.captured.op_nodes, priced.graph.ops, strict=True)
+    made = {value for node, op in calls if is_layout_copy(node) for value in op.outputs}
+    return sum(priced.graph.values[value].bytes for value in made.difference(plan.saved))
+
+
 def _torchs_plan(priced: PricedGraph, torchs_plans: list[Plan]) -> Plan | None:
     """Returns torch's own partition as a plan; None if the simulator cannot follow it. An earlier attempt's is known."""
     for known in torchs_plans:
@@ -106,10 +114,11 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     if told or priced.joint.is_region or not context.request.fuses:
         return None
     if len(priced.graph.ops) > MOST_OPS:
-        return Search(priced.graph).least_traffic().peak_bytes
-    now("asking for torch's own partition")
-    plan = priced.torchs_plan()
-    return None if plan is None else plan.peak_bytes
+        plan: Plan | None = Search(priced.graph).least_traffic()
+    else:
+        now("asking for torch's own partition")
+        plan = priced.torchs_plan()
+    return None if plan is None else plan.peak_bytes + layout_copies_bytes(priced, plan)
 
 
 def budget_of(context: PlanningContext, reference: Reference | None) -> int | None:

@@ -20,7 +20,7 @@ from autoremat.torch_private import compilers
 
 aten = torch.ops.aten
 
-VERSION = 2
+VERSION = 3
 """Number of the recipes, which rises if one of them measures something else. Stored rates have that of their recipes."""
 
 Run = Callable[[], object]
@@ -168,12 +168,19 @@ class Arithmetic:
     times: int = 1
 
 
+def as_weights(x: torch.Tensor, channels: int = 32) -> torch.Tensor:
+    """Returns as many elements of ``x`` as fill weights of 3x3 convolutions of so many channels: nearly all."""
+    each = channels * 9
+    return x.view(-1)[: x.numel() // each * each].view(-1, channels, 3, 3)
+
+
 FUSED = {
     Rate.CHEAP: Arithmetic(in_turn(lambda x: x * 0.5 + 1.0, 8), 16),
     Rate.DIVISION: Arithmetic(added(lambda x, number: number / (x + number), 8), 8),
     Rate.EXPONENTIAL: Arithmetic(added(lambda x, number: torch.exp(x * number), 4), 4),
     Rate.TANH: Arithmetic(added(lambda x, number: torch.tanh(x * number), 4), 4),
     Rate.SPECIAL: Arithmetic(added(lambda x, number: torch.erf(x * number), 4), 4),
+    Rate.LAYOUT: Arithmetic(lambda x: as_weights(x).contiguous(memory_format=torch.channels_last)),
     Rate.RANDOM: Arithmetic(torch.rand_like),
     Rate.REDUCTION: Arithmetic(added(lambda x, number: (x * number).sum(-1), 8), 8),
     Rate.NORMALISATION: Arithmetic(lambda x: torch.softmax(x, -1)),

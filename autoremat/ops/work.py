@@ -116,11 +116,25 @@ def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
         return power
     if facts.rate in BY_ELEMENT:
         return Task(facts.rate, max(read, made) * (2 if packet is ROOT_AND_DIVISION else 1))
+    if packet is torch.ops.aten.clone and _changes_layout(node):
+        return Task(Rate.LAYOUT, made)
     if op_traits.is_random(node) or getattr(packet, "__name__", "") in op_traits.DRAWS:
         return Task(Rate.RANDOM, made)
     if facts.reduces:
         return Task(Rate.REDUCTION, read)
     return None if by_library else Task(Rate.CHEAP, made)
+
+
+def _changes_layout(node: fx.Node) -> bool:
+    """Returns True for a copy in which another dimension is dense than in the operand."""
+    pairs = zip(_operands(node), tensors_in(node.meta.get("val")), strict=True)
+    return any(not _dense_dimensions(operand) & _dense_dimensions(result) for operand, result in pairs)
+
+
+def _dense_dimensions(tensor: torch.Tensor) -> set[int]:
+    """Returns the dimensions of more than one element whose neighbours lie side by side."""
+    pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return {dim for dim, (size, stride) in pairs if size_hint(size) > 1 and size_hint(stride) == 1}
 
 
 def _simple_power(exponent: object, made: int) -> Task | None:

@@ -19,6 +19,7 @@ from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import TORCH
 from autoremat.options.options import Options
+from autoremat.passes import is_layout_copy
 from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
 from autoremat.tools.advice import advise
@@ -27,7 +28,6 @@ from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors
 from autoremat.torch_private.compile_progress import tracing_is_told
-from autoremat.workspaces.formulas import layout_copies_bytes
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Preview:
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not request.limits.takes_whole_reference
         captured = self.priced.captured
-        rough = report.reference_source == TORCH and layout_copies_bytes(captured.op_nodes, captured.runs_on) > 0
+        rough = report.reference_source == TORCH and any(map(is_layout_copy, captured.op_nodes))
         return report, (rough or (tight and request.must_fit)) and self.context.decided_by_code
 
 

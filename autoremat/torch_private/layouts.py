@@ -1,4 +1,4 @@
-"""Layouts that Inductor chooses: those of stored tensors and of attention's operands are kept as traced."""
+"""Layouts that Inductor chooses: those of inputs, of stored tensors and of attention's operands are kept as traced."""
 
 from __future__ import annotations
 
@@ -30,6 +30,34 @@ def laid_out_as_saved(ops: Collection[torch._ops.OpOverload]) -> Iterator[None]:
         elif any(user.target in ops for user in users):
             node.users[output] = None
             node.meta["dislike_padding"] = True
+        try:
+            return lower(lowering, node)
+        finally:
+            node.users.clear()
+            node.users.update(users)
+
+    with hooked(GraphLowering, "run_node", lower_node):
+        yield
+
+
+def copies_to_channels_last(node: fx.Node) -> bool:
+    """Returns True for a call that copies images, or weights for images, to channels-last."""
+    return node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") is torch.channels_last
+
+
+@contextlib.contextmanager
+def inputs_as_they_are() -> Iterator[None]:
+    """Makes a graph return inputs as they are, if it copies them to channels-last.
+
+    Inductor would return copies of them in that layout too. The backward would hold these beside the inputs.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    def lower_node(lower: Method, lowering: Any, node: fx.Node) -> Any:
+        if node.op != "placeholder" or not any(map(copies_to_channels_last, node.users)):
+            return lower(lowering, node)
+        users = dict(node.users)
+        node.users.pop(lowering.module.graph.output_node(), None)
         try:
             return lower(lowering, node)
         finally:

@@ -8,7 +8,7 @@ checks the formulas against the allocator. Any other kernel is measured if its d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,23 +135,6 @@ def layouts_under_inductor(node: fx.Node, runs_on: str) -> tuple[Layout | None, 
     """Returns the layouts in which Inductor may run the call on that device type: as traced, and channels last."""
     convolves = op_traits.packet(node) in (aten.convolution, aten.convolution_backward)
     return (None, channels_last) if convolves and lays_channels_last(runs_on) else (None,)
-
-
-def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
-    """Returns the bytes of graph inputs that Inductor copies to channels last on a device of type ``runs_on``.
-
-    These inputs are images and weights of convolutions.
-    """
-    if not lays_channels_last(runs_on):
-        return 0
-    copied: dict[fx.Node, int] = {}
-    for node in nodes:
-        if getattr(node.target, "overloadpacket", None) is aten.convolution:
-            for operand in node.args[:2]:
-                tensor = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
-                if isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and size_hint(tensor.stride()[1]) != 1:
-                    copied[operand] = tensor_bytes(tensor)  # type: ignore[index]
-    return sum(copied.values())
 
 
 def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:

@@ -78,6 +78,7 @@ def test_compiled_arithmetic_does_as_many_of_its_ops_as_its_amount_states(rate):
         Rate.RANDOM: ("rand_like",),
         Rate.REDUCTION: ("sum",),
         Rate.NORMALISATION: ("_softmax",),
+        Rate.LAYOUT: ("clone",),
     }
     with torch.profiler.profile() as ran:
         run()

@@ -46,6 +46,7 @@ class SmallPlan:
     graph: Graph
     peak_bytes: int = 0
     saved_bytes: int = 0
+    saved: tuple[int, ...] = ()
 
 
 EAGER = {"compiler": "aot_eager"}

@@ -54,6 +54,7 @@ class Rate(str, enum.Enum):
     EXPONENTIAL = "exponential"  # elements: exp, log, sigmoid
     TANH = "tanh"  # elements
     SPECIAL = "special"  # elements: erf, powers
+    LAYOUT = "layout"  # elements, of a copy with another dense dimension, as to channels-last
     RANDOM = "random"  # elements
     REDUCTION = "reduction"  # elements read: sum, maximum
     NORMALISATION = "normalisation"  # elements read: softmax, layer norm

@@ -48,13 +48,10 @@ class PlanPoint:
         """Returns the peak of the forward or the backward."""
         return self.backward_peak_bytes if backward else self.forward_peak_bytes
 
-    def with_code(self, headroom_bytes: int, copies_bytes: int) -> PlanPoint:
-        """Returns the plan with the bytes that its generated code may need beside its buffers.
-
-        ``headroom_bytes`` raise the peaks. ``copies_bytes``, the part of them in copies of inputs, may be saved.
-        """
-        forward, backward = self.forward_peak_bytes + headroom_bytes, self.backward_peak_bytes + headroom_bytes
-        return PlanPoint(self.seconds, self.saved_bytes + copies_bytes, forward, backward, self.host_bytes)
+    def with_more(self, peak_bytes: int, saved_bytes: int = 0) -> PlanPoint:
+        """Returns the plan with ``peak_bytes`` more in each half, of which it saves ``saved_bytes``."""
+        forward, backward = self.forward_peak_bytes + peak_bytes, self.backward_peak_bytes + peak_bytes
+        return PlanPoint(self.seconds, self.saved_bytes + saved_bytes, forward, backward, self.host_bytes)
 
     def dominates(self, other: PlanPoint) -> bool:
         """Returns True if this plan is at least as good in every cost."""

@@ -1,0 +1,75 @@
+"""States the copies of images and weights that Inductor makes for convolutions, so that the planner sees them.
+
+Inductor runs convolutions of images channels-last on a CPU. In the forward, it copies inputs that lie otherwise into that
+layout, and it saves the copies for the backward. As ops of the joint graph, the copies are planned: a budget may have them made
+again from the inputs.
+
+Before:
+
+    result                      = convolution(image, weight)
+    for_image, for_weight, _    = convolution_backward(gradient, image, weight)
+
+After, if the weight is an input that is not channels-last:
+
+    weight_laid                 = clone(weight, memory_format=channels_last)
+    result                      = convolution(image, weight_laid)
+    for_image, for_weight, _    = convolution_backward(gradient, image, weight_laid)
+
+The traced layouts of results stay, because Inductor chooses layouts anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.passes.building import Builder
+from autoremat.torch_private.symbolic_sizes import size_hint
+
+aten = torch.ops.aten
+
+OPERANDS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (1, 2)}
+"""Positions of image and weight among the arguments."""
+
+LAYOUT_COPY = "autoremat_layout_copy"
+"""Key of ``node.meta`` for the copies of this pass."""
+
+
+def state_layout_copies(joint: fx.GraphModule) -> int:
+    """Makes convolutions and their gradients read such copies in ``joint``, a joint graph for Inductor on a CPU. Returns the
+    number of copies."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(joint.graph.nodes):
+        for position in OPERANDS.get(node.target, ()):
+            operand = node.args[position]
+            if node.target is aten.convolution.default and operand not in copies and _is_copied(operand):
+                copies[operand] = _copy_before(node, operand)
+            if operand in copies:
+                node.update_arg(position, copies[operand])
+    return len(copies)
+
+
+def is_layout_copy(node: fx.Node) -> bool:
+    """Returns True for a copy that Inductor makes without this package too, and saves if the backward reads it."""
+    return LAYOUT_COPY in node.meta
+
+
+def _copy_before(convolution: fx.Node, operand: fx.Node) -> fx.Node:
+    with convolution.graph.inserting_before(convolution):
+        layout = {"memory_format": torch.channels_last}
+        copy = Builder.beside(operand).make(convolution, aten.clone.default, (operand,), layout, operand.name)
+    copy.meta[LAYOUT_COPY] = True
+    copy.meta.pop("recompute", None)  # what the model orders for the convolution does not hold for the copy
+    return copy
+
+
+def _is_copied(operand: Any) -> bool:
+    """Returns True for an input of the graph with four dimensions that is not channels-last."""
+    traced = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
+    if not isinstance(traced, torch.Tensor) or traced.layout != torch.strided or traced.dim() != 4:
+        return False
+    sizes, strides = (tuple(map(size_hint, numbers)) for numbers in (traced.shape, traced.stride()))
+    alike = torch.empty_strided(sizes, strides, device="meta")  # the traced tensor would add guards on symbolic sizes
+    return not alike.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,155 @@
+"""The channels-last copies of images and weights are ops of the graph: planned, counted, and made again under a budget."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.compiler import compile_loop, joint_graph, lowering, reference
+from autoremat.ops.work import arithmetic_of
+from autoremat.passes import is_layout_copy, state_layout_copies
+from autoremat.passes.pipeline import run_passes
+from autoremat.planner.cost import Rate
+from autoremat.report.report import Report
+from autoremat.torch_private import compilers
+
+aten = torch.ops.aten
+WEIGHT_BYTES = 64 * 64 * 3 * 3 * 4
+
+pytestmark = pytest.mark.skipif(not compilers.lays_channels_last("cpu"), reason="needs oneDNN")
+
+
+def tower() -> nn.Sequential:
+    """Six layers whose weights are as large as their images."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(6) for m in (nn.Conv2d(64, 64, 3, padding=1), nn.Tanh())))
+
+
+def images() -> Tensor:
+    return torch.randn(2, 64, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def explained(lower: bool = True, **options: object) -> Report:
+    model = tower()
+    return autoremat.explain(lambda x: model(x).square().mean(), images(), options=options, lower=lower)
+
+
+def copies_in(report: Report) -> set[str]:
+    """The names of the inputs that the plan's graph copies."""
+    return {op.name for op in report.plan.graph.ops if op.target == "aten.clone.default"}
+
+
+def traced(function, *inputs: Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def test_a_convolution_and_its_gradient_read_one_copy_of_each_input_that_lies_otherwise():
+    def step(image: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        once = aten.convolution(image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        twice = aten.convolution(once, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        mask = [True, True, False]
+        last = aten.convolution_backward(gradient, once, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
+        first = aten.convolution_backward(last[0], image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
+        return twice, *last[:2], *first[:2], image * 2
+
+    inputs = torch.randn(2, 4, 8, 8), torch.randn(4, 4, 3, 3), torch.randn(2, 4, 8, 8)
+    module = traced(step, *inputs)
+    expected = module(*inputs)
+    (run,) = run_passes(module, state_layout_copies)
+    copies = [node for node in module.graph.nodes if is_layout_copy(node)]
+    assert run.rewrites == len(copies) == 2
+    image, weight, _ = module.graph.find_nodes(op="placeholder")
+    assert [user.target for user in weight.users] == [aten.clone.default]
+    assert {user.target for user in image.users} == {aten.clone.default, aten.mul.Tensor}
+    assert all(copy.meta["val"].is_contiguous(memory_format=torch.channels_last) for copy in copies)
+    for found, wanted in zip(module(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("weight", "groups"),
+    [
+        (torch.randn(4, 4, 1, 1), 1),
+        (torch.randn(4, 1, 3, 3), 4),
+        (torch.randn(4, 4, 3, 3).contiguous(memory_format=torch.channels_last), 1),
+    ],
+    ids=["window of one", "depthwise", "channels-last"],
+)
+def test_what_is_channels_last_already_is_not_copied(weight, groups):
+    image = torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    module = traced(lambda image, weight: F.conv2d(image, weight, groups=groups), image, weight)
+    (run,) = run_passes(module, state_layout_copies)
+    assert run.rewrites == 0
+
+
+def test_results_and_other_dimensions_are_not_copied():
+    line = traced(lambda x, weight: F.conv1d(x, weight), torch.randn(2, 4, 8), torch.randn(4, 4, 3))
+    volume = traced(lambda x, weight: F.conv3d(x, weight), torch.randn(2, 4, 8, 8, 8), torch.randn(4, 4, 3, 3, 3))
+    computed = traced(lambda x, weight: F.conv2d(x.relu(), weight.relu()), torch.randn(2, 4, 8, 8), torch.randn(4, 4, 3, 3))
+    assert [run_passes(module, state_layout_copies)[0].rewrites for module in (line, volume, computed)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "rate"),
+    [
+        (lambda x: x.clone(memory_format=torch.channels_last), (2, 4, 8, 8), Rate.LAYOUT),
+        (lambda x: x.clone(memory_format=torch.channels_last), (2, 4, 1, 1), Rate.CHEAP),
+        (lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format), (2, 4, 8, 8), Rate.CHEAP),
+        (lambda x: x.transpose(2, 3).clone(memory_format=torch.contiguous_format), (2, 4, 8, 8), Rate.LAYOUT),
+        (lambda x: x.clone(), (2, 4, 8, 8), Rate.CHEAP),
+    ],
+    ids=["to channels-last", "of single pixels", "of whole rows", "transposed", "as it is"],
+)
+def test_a_copy_in_which_another_dimension_is_dense_has_a_price_of_its_own(function, shape, rate):
+    (copy,) = traced(function, torch.randn(shape)).graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert [task.rate for task in arithmetic_of(copy).tasks] == [rate]
+
+
+def test_a_budget_has_copies_made_again_and_the_code_keeps_to_it(monkeypatch):
+    lowest = explained(max_slowdown=1.0)
+    made_again = {lowest.plan.graph.ops[op].name for op in lowest.plan.recomputed} & copies_in(lowest)
+    assert len(made_again) >= 3
+    assert lowest.compiled_peak_bytes <= lowest.predicted_peak_bytes + lowest.code_headroom_bytes
+    assert explained(memory_budget=lowest.compiled_peak_bytes + 4096).fits
+
+    monkeypatch.setattr(lowering.layouts, "inputs_as_they_are", contextlib.nullcontext)
+    assert explained(max_slowdown=1.0).compiled_peak_bytes >= lowest.compiled_peak_bytes + 5 * WEIGHT_BYTES
+
+    monkeypatch.setattr(joint_graph, "before_capture", lambda joint, runs_on: None)
+    unseen = explained(max_slowdown=1.0)
+    assert not copies_in(unseen)
+    assert unseen.compiled_peak_bytes >= lowest.compiled_peak_bytes + 5 * WEIGHT_BYTES
+
+
+def test_the_reference_of_a_share_counts_the_copies_that_inductor_saves(monkeypatch):
+    """Inductor's own code shows the reference; the simulation of torch's partition comes close."""
+    known = explained(memory_budget=1.0)
+    assert known.reference_source == reference.CODE
+    monkeypatch.setattr(compile_loop, "plain_code_peak", lambda *_: None)
+    simulated = explained(memory_budget=1.0)
+    assert simulated.reference_source == reference.TORCH
+    assert simulated.reference_bytes == pytest.approx(known.reference_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"max_slowdown": 1.0}, {"max_slowdown": 0.0}, {}], ids=["least", "fast", "none"])
+def test_gradients_and_their_layouts_are_those_of_eager(options):
+    model, x = tower(), images().requires_grad_()
+
+    def gradients(call) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        call(x).square().mean().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    expected = gradients(model)
+    found = gradients(torch.compile(model, backend="autoremat", options=options))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()
