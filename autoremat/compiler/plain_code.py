@@ -1,8 +1,7 @@
 """The peak of the code that Inductor generates without this package, for graphs whose simulated peak is rough.
 
-On a CPU, Inductor copies images and weights of convolutions to channels last, and the simulator only knows the most bytes of
-these copies. For such graphs the reference of a share is the peak of Inductor's own code, replayed as ours is. No kernel is
-compiled.
+On a CPU, Inductor copies images and weights of convolutions to channels last. Which of these copies it saves is not known
+before. For such graphs the reference of a share is the peak of Inductor's own code, replayed as ours is. No kernel is compiled.
 """
 
 from __future__ import annotations

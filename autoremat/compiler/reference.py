@@ -1,7 +1,7 @@
 """The reference peak: the peak that a graph needs without this package. A float as a budget is a share of it.
 
-Under Inductor it is the simulated peak of torch's own partition, with the code headroom. Under ``aot_eager`` nothing is
-recomputed without this package, so it is the baseline's. It never exceeds the baseline's.
+Under Inductor it is the simulated peak of torch's own partition, with the code headroom and the layout copies that Inductor
+makes. Under ``aot_eager`` nothing is recomputed without this package, so it is the baseline's. It never exceeds the baseline's.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def layout_copies_bytes(priced: PricedGraph, plan: Plan) -> int:
     """Returns the bytes of the layout copies that Inductor alone saves for the backward, and ``plan`` does not."""
     calls = zip(priced.captured.op_nodes, priced.graph.ops, strict=True)
     made = {value for node, op in calls if is_layout_copy(node) for value in op.outputs}
-    return sum(priced.graph.values[value].bytes for value in made.difference(plan.saved))
+    unsaved = made.intersection(priced.graph.backward_needs).difference(plan.saved)
+    return sum(priced.graph.values[value].bytes for value in unsaved)
 
 
 def _torchs_plan(priced: PricedGraph, torchs_plans: list[Plan]) -> Plan | None:

@@ -127,8 +127,9 @@ def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
 
 def _changes_layout(node: fx.Node) -> bool:
     """Returns True for a copy in which another dimension is dense than in the operand."""
-    pairs = zip(_operands(node), tensors_in(node.meta.get("val")), strict=True)
-    return any(not _dense_dimensions(operand) & _dense_dimensions(result) for operand, result in pairs)
+    (operand,), (result,) = _operands(node), tensors_in(node.meta["val"])
+    before = _dense_dimensions(operand)
+    return bool(before) and not before & _dense_dimensions(result)
 
 
 def _dense_dimensions(tensor: torch.Tensor) -> set[int]:

@@ -154,8 +154,8 @@ class ReportData:
     :func:`reports` has a hundred later ones."""
 
     code_headroom_bytes: int = 0
-    """Bytes that the plan leaves free below the budget, not part of the predicted peak. They serve copies of images and weights
-    in other layouts, and small allocations of the generated code."""
+    """Bytes that the plan leaves free below the budget, not part of the predicted peak. They serve small
+    allocations of the generated code, and what it copies for CUDA graphs."""
     gradient_bytes: int = 0
     """Bytes of all gradients that the backward returns. No recomputation lowers the peak below them."""
     loss_chunks: int = 1

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role
 from autoremat.planner.plans.plan import Plan
 from autoremat.torch_private.running_module import running_module
 
@@ -68,13 +70,22 @@ def saved_calls(plan: Plan) -> dict[Call, int]:
 def _calls(plan: Plan) -> Iterator[tuple[tuple[str, str], list[int]]]:
     """Yields the calls of the model with their forward ops. Consecutive parts of one decomposed op belong to one call."""
     ops = plan.graph.ops
+    calls = (index for index in range(plan.graph.num_forward) if not _lays_for_convolution(plan.graph, index))
 
     def key(index: int) -> tuple[Any, ...]:
         op = ops[index]
         return op.module, _functional(op.decomposed_from or op.target), op.source, "" if op.decomposed_from else index
 
-    for (module, target, _, _), members in itertools.groupby(range(plan.graph.num_forward), key):
+    for (module, target, _, _), members in itertools.groupby(calls, key):
         yield (module, target), list(members)
+
+
+def _lays_for_convolution(graph: Graph, index: int) -> bool:
+    """Returns True for a copy of an input that a convolution reads. Eager training makes none."""
+    op = graph.ops[index]
+    if op.target != "aten.clone.default" or any(graph.values[v].role is not Role.INPUT for v in op.inputs):
+        return False
+    return any(graph.ops[r].target.startswith("aten.convolution") for v in op.outputs for r in graph.readers[v])
 
 
 def _functional(target: str) -> str:

@@ -137,7 +137,8 @@ def largest_expression(device_type: str) -> int:
 def lays_channels_last(device_type: str) -> bool:
     """Returns True if Inductor runs all convolutions of images on that device type channels last: on a CPU with oneDNN."""
     library: Any = torch.backends.mkldnn
-    return bool(device_type == "cpu" and library.enabled and inductor_config.layout_optimization)
+    has_library = library.enabled and library.is_available()
+    return bool(device_type == "cpu" and has_library and inductor_config.layout_optimization)
 
 
 def writes_wrapper_in_cpp() -> bool:

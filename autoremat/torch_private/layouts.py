@@ -24,20 +24,28 @@ def laid_out_as_saved(ops: Collection[torch._ops.OpOverload]) -> Iterator[None]:
     from torch._inductor.graph import GraphLowering
 
     def lower_node(lower: Method, lowering: Any, node: fx.Node) -> Any:
-        users, output = dict(node.users), lowering.module.graph.output_node()
-        if node.target in ops:
-            node.users.pop(output, None)
-        elif any(user.target in ops for user in users):
-            node.users[output] = None
-            node.meta["dislike_padding"] = True
-        try:
+        output = lowering.module.graph.output_node()
+        with _restored_users(node):
+            if node.target in ops:
+                node.users.pop(output, None)
+            elif any(user.target in ops for user in node.users):
+                node.users[output] = None
+                node.meta["dislike_padding"] = True
             return lower(lowering, node)
-        finally:
-            node.users.clear()
-            node.users.update(users)
 
     with hooked(GraphLowering, "run_node", lower_node):
         yield
+
+
+@contextlib.contextmanager
+def _restored_users(node: fx.Node) -> Iterator[None]:
+    """Gives a node its users back at the end of the body, which may change them to tell Inductor which layout to choose."""
+    users = dict(node.users)
+    try:
+        yield
+    finally:
+        node.users.clear()
+        node.users.update(users)
 
 
 def copies_to_channels_last(node: fx.Node) -> bool:
@@ -56,13 +64,9 @@ def inputs_as_they_are() -> Iterator[None]:
     def lower_node(lower: Method, lowering: Any, node: fx.Node) -> Any:
         if node.op != "placeholder" or not any(map(copies_to_channels_last, node.users)):
             return lower(lowering, node)
-        users = dict(node.users)
-        node.users.pop(lowering.module.graph.output_node(), None)
-        try:
+        with _restored_users(node):
+            node.users.pop(lowering.module.graph.output_node(), None)
             return lower(lowering, node)
-        finally:
-            node.users.clear()
-            node.users.update(users)
 
     with hooked(GraphLowering, "run_node", lower_node):
         yield

@@ -33,6 +33,9 @@ aten = torch.ops.aten
 OPERANDS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (1, 2)}
 """Positions of image and weight among the arguments."""
 
+CHANNELS_LAST = (0, 2, 3, 1)
+"""The dimensions in their sequence in memory: images, rows, columns, channels."""
+
 LAYOUT_COPY = "autoremat_layout_copy"
 """Key of ``node.meta`` for the copies of this pass."""
 
@@ -52,7 +55,7 @@ def state_layout_copies(joint: fx.GraphModule) -> int:
 
 
 def is_layout_copy(node: fx.Node) -> bool:
-    """Returns True for a copy that Inductor makes without this package too, and saves if the backward reads it."""
+    """Returns True for a copy of this pass. Without the pass, Inductor saves it too if the backward reads it."""
     return LAYOUT_COPY in node.meta
 
 
@@ -61,7 +64,8 @@ def _copy_before(convolution: fx.Node, operand: fx.Node) -> fx.Node:
         layout = {"memory_format": torch.channels_last}
         copy = Builder.beside(operand).make(convolution, aten.clone.default, (operand,), layout, operand.name)
     copy.meta[LAYOUT_COPY] = True
-    copy.meta.pop("recompute", None)  # what the model orders for the convolution does not hold for the copy
+    for key in ("recompute", "original_aten"):  # what the model or the options order for the convolution is not for the copy
+        copy.meta.pop(key, None)
     return copy
 
 
@@ -70,6 +74,7 @@ def _is_copied(operand: Any) -> bool:
     traced = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
     if not isinstance(traced, torch.Tensor) or traced.layout != torch.strided or traced.dim() != 4:
         return False
-    sizes, strides = (tuple(map(size_hint, numbers)) for numbers in (traced.shape, traced.stride()))
-    alike = torch.empty_strided(sizes, strides, device="meta")  # the traced tensor would add guards on symbolic sizes
-    return not alike.is_contiguous(memory_format=torch.channels_last)
+    # Hints are compared, because comparisons of symbolic numbers would add guards.
+    pairs = [(size_hint(traced.shape[dim]), size_hint(traced.stride()[dim])) for dim in CHANNELS_LAST]
+    strides = [stride for size, stride in pairs if size > 1]
+    return strides != sorted(strides, reverse=True)

@@ -13,10 +13,13 @@ from torch.nn import functional as F
 import autoremat
 from autoremat.compiler import compile_loop, joint_graph, lowering, reference
 from autoremat.ops.work import arithmetic_of
+from autoremat.options.options import Options
 from autoremat.passes import is_layout_copy, state_layout_copies
 from autoremat.passes.pipeline import run_passes
 from autoremat.planner.cost import Rate
 from autoremat.report.report import Report
+from autoremat.tools.eager_checkpoint import saved_calls
+from autoremat.tools.explain import previews
 from autoremat.torch_private import compilers
 
 aten = torch.ops.aten
@@ -78,8 +81,9 @@ def test_a_convolution_and_its_gradient_read_one_copy_of_each_input_that_lies_ot
         (torch.randn(4, 4, 1, 1), 1),
         (torch.randn(4, 1, 3, 3), 4),
         (torch.randn(4, 4, 3, 3).contiguous(memory_format=torch.channels_last), 1),
+        (torch.randn(4, 3, 3, 8).permute(0, 3, 1, 2)[:, :4], 1),
     ],
-    ids=["window of one", "depthwise", "channels-last"],
+    ids=["window of one", "depthwise", "channels-last", "channels-last with gaps"],
 )
 def test_what_is_channels_last_already_is_not_copied(weight, groups):
     image = torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
@@ -103,8 +107,11 @@ def test_results_and_other_dimensions_are_not_copied():
         (lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format), (2, 4, 8, 8), Rate.CHEAP),
         (lambda x: x.transpose(2, 3).clone(memory_format=torch.contiguous_format), (2, 4, 8, 8), Rate.LAYOUT),
         (lambda x: x.clone(), (2, 4, 8, 8), Rate.CHEAP),
+        (lambda x: x.expand(2, 4, 8, 8).clone(), (2, 4, 8, 1), Rate.LAYOUT),
+        (lambda x: x.expand(2, 4, 8, 8).clone(), (1, 1, 1, 1), Rate.CHEAP),
+        (lambda x: x.clone(), (), Rate.CHEAP),
     ],
-    ids=["to channels-last", "of single pixels", "of whole rows", "transposed", "as it is"],
+    ids=["to channels-last", "of single pixels", "of whole rows", "transposed", "as it is", "of columns", "of one", "scalar"],
 )
 def test_a_copy_in_which_another_dimension_is_dense_has_a_price_of_its_own(function, shape, rate):
     (copy,) = traced(function, torch.randn(shape)).graph.find_nodes(op="call_function", target=aten.clone.default)
@@ -135,6 +142,28 @@ def test_the_reference_of_a_share_counts_the_copies_that_inductor_saves(monkeypa
     simulated = explained(memory_budget=1.0)
     assert simulated.reference_source == reference.TORCH
     assert simulated.reference_bytes == pytest.approx(known.reference_bytes, rel=0.1)
+
+
+def test_copies_that_the_backward_does_not_read_are_no_part_of_the_reference():
+    """Layers without gradients in front: their weights are not read again."""
+    model = tower()
+    for parameter in model[:10].parameters():
+        parameter.requires_grad_(False)
+    options = Options.parse({"memory_budget": 1.0})
+    [preview], _ = previews(lambda x: model(x).square().mean(), (images(),), {}, options, None, lambda found: found)
+    plan = preview.priced.torchs_plan()
+    assert sum(map(is_layout_copy, preview.priced.captured.op_nodes)) == 6 + 1
+    assert reference.layout_copies_bytes(preview.priced, plan) <= WEIGHT_BYTES
+
+
+def test_orders_for_convolutions_do_not_hold_for_the_copies():
+    """Nor are the copies calls of the model in eager training."""
+    report = explained(save=("aten.convolution",), max_slowdown=1.0)
+    graph, saved = report.plan.graph, set(report.plan.saved)
+    kept = {op.target for op in graph.ops for value in op.outputs if value in saved}
+    assert "aten.clone.default" not in kept
+    calls = saved_calls(explained(max_slowdown=0.0).plan)
+    assert {call.op for call in calls} <= {"aten.tanh.default", "aten.convolution.default"}
 
 
 @pytest.mark.slow
