@@ -24,7 +24,7 @@ SLOWEST, WAITING = 20.0, 1e-4
 
 
 CPU_ARITHMETIC = {
-    Rate.CHEAP: 2, Rate.DIVISION: 25, Rate.EXPONENTIAL: 50, Rate.TANH: 200, Rate.SPECIAL: 110, Rate.LAYOUT: 300,
+    Rate.CHEAP: 2, Rate.DIVISION: 25, Rate.EXPONENTIAL: 50, Rate.TANH: 200, Rate.SPECIAL: 110, Rate.LAYOUT: 55,
     Rate.RANDOM: 1300, Rate.REDUCTION: 5, Rate.NORMALISATION: 100,
 }  # fmt: skip
 """FLOPs of products in the time of one element's arithmetic in a fused kernel, from a calibration of a CPU with AVX-512."""
