@@ -70,6 +70,8 @@ class SearchSettings:
     """Maximum number of all trials, as a multiple of that number."""
     recreation_values: int = 4
     """Maximum number of saved values that a trial drops, and of recomputed values that it saves instead."""
+    schedule_gap: float = 0.02
+    """Distance to the lower bound, as a share of the step, from which ruin and recreate improves the schedule of a plan."""
     fill_steps: int = 100
     """Number of equal steps of the baseline's peak. Memory is filled to each step when a larger budget must never cost more."""
     saved_levels: int = 8

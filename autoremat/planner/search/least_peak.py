@@ -10,7 +10,8 @@ Where no move lowers the excess, a trial *ruins* the best plan: it leaves out re
 that their values live longer. It *recreates* the plan by moves as before.
 
 These plans have no segments, so greedy fill does not apply to them. :func:`relaxed` uses free memory instead: it leaves out
-recomputations as long as the plan fits.
+recomputations as long as the plan fits. :func:`recreated` improves plans of a given budget by the same moves: a trial ruins the
+plan, and the moves with the fewest added seconds per byte of excess bring it back.
 """
 
 from __future__ import annotations
@@ -81,17 +82,33 @@ def relaxed(plan: Plan, budget: int, limit: WorkLimit) -> Plan:
     return plan
 
 
-class _Lowering:
-    """Moves that lower the peak of plans of ``graph``, within ``limit``."""
+def recreated(plan: Plan, budget: int, enough: float, limit: WorkLimit) -> Plan:
+    """Returns the cheapest plan found from ``plan`` within ``budget`` bytes by ruin and recreate; or ``plan`` itself.
 
-    def __init__(self, graph: Graph, limit: WorkLimit) -> None:
-        self.graph, self.limit = graph, limit
+    ``plan`` must fit, and has no stays. A cost of ``enough`` seconds ends the search. Equal arguments give equal plans, unless
+    the clock ends the search.
+    """
+    search, generator, failures = _Lowering(plan.graph, limit, moves_share=1.0), random.Random(SEED), 0
+    while failures < settings.patience and plan.cost_seconds > enough and not limit.has_passed():
+        found = search.bring_down(search.ruined(plan, generator), budget)
+        if found.peak_bytes <= budget:
+            found = relaxed(found, budget, limit)
+        improves = found.peak_bytes <= budget and found.cost_seconds < plan.cost_seconds
+        plan, failures = (found, 0) if improves else (plan, failures + 1)
+    return plan
+
+
+class _Lowering:
+    """Moves that lower the peak of plans of ``graph``, within ``limit``. None begins after ``moves_share`` of it."""
+
+    def __init__(self, graph: Graph, limit: WorkLimit, moves_share: float = settings.moves_share) -> None:
+        self.graph, self.limit, self.moves_share = graph, limit, moves_share
         ordered = (op for op in graph.ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable)
         self.to_recompute = frozenset(value for op in ordered for value in op.outputs).difference(graph.forward_outputs)
 
     def is_over(self) -> bool:
         """Returns True if no further move may begin. The rest of the work is for leaving out recomputation."""
-        return self.limit.has_passed(settings.moves_share)
+        return self.limit.has_passed(self.moves_share)
 
     def plans(self, schedules: Iterable[Schedule]) -> Iterator[Plan]:
         """Yields the simulated plans of those ``schedules`` that save nothing that a constraint recomputes."""
@@ -125,6 +142,24 @@ class _Lowering:
                 break
             plan = found
         return plan, min(best, plan, key=lambda plan: plan.peak_bytes)
+
+    def bring_down(self, plan: Plan, budget: int) -> Plan:
+        """Returns the plan after the moves with the fewest added seconds per byte of excess over ``budget``.
+
+        The moves end at a plan that fits, or where none lowers the excess.
+        """
+        excess = _excess(plan, budget)
+        while excess:
+            moved = [(other, _excess(other, budget)) for other in self._moves(plan, budget)]
+            prices = [
+                (max(other.cost_seconds - plan.cost_seconds, 0.0) / (excess - left), place)
+                for place, (other, left) in enumerate(moved)
+                if left < excess
+            ]
+            if not prices:
+                break
+            plan, excess = moved[min(prices)[1]]
+        return plan
 
     def _moves(self, plan: Plan, target: int) -> Iterator[Plan]:
         """Yields the plans after one move, at the fullest execution at which some move lowers the excess."""

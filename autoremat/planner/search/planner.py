@@ -14,6 +14,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.joint_search import JointSearch
+from autoremat.planner.search.least_peak import recreated
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
@@ -107,9 +108,24 @@ class Planner:
         if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
             smallest = search.lowest_for(budget_bytes)
         seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes, best)
+        if best is not None and budget_bytes is not None and accepts is None:
+            best = self._recreated(best, budget_bytes, seconds)
+            seconds = min(seconds, best.cost_seconds)
         best = None if best is None else self._as_run(best, budget_bytes, accepts)
         ends = (search.is_limited, self.ended_by_clock)
         return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends)
+
+    def _recreated(self, plan: Plan, budget: int, least_seconds: float) -> Plan:
+        """Returns ``plan``, improved by ruin and recreate on its schedule if it costs much more than ``least_seconds``."""
+        enough = least_seconds + settings.schedule_gap * self.graph.step_seconds
+        tries = Strategies.LOWER | Strategies.RECREATE in self.strategies and not self.stepwise and not self.graph.single_phase
+        if not tries or plan.schedule.stays or plan.cost_seconds <= enough:
+            return plan
+        with _without_garbage_collection(), self.limit.beside(SETTINGS.least_peak.share) as limit:
+            found = recreated(plan, budget, enough, limit)
+        if found is not plan:
+            self.check(found)
+        return found
 
     def _as_run(self, plan: Plan, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None) -> Plan:
         """Returns ``plan`` with gradients later, if its code keeps its sequence. Inductor orders other code itself."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +16,9 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search import planner as planner_module
 from autoremat.planner.search.gradients_first import with_gradients_first
-from autoremat.planner.search.least_peak import relaxed
+from autoremat.planner.search.least_peak import recreated, relaxed
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.strategies import EVERY_STRATEGY, IN_SEQUENCE, Strategies
 from autoremat.planner.search.work_limit import WorkLimit
@@ -128,3 +131,52 @@ def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
 def test_the_least_peak_of_a_chain_is_close_to_the_proven_bound(length):
     planner = Planner(training_chain(length, size=100))
     assert planner.lowest.peak_bytes <= planner.search.peak_bound + 100
+
+
+def uneven_chain(count: int, seed: int) -> Graph:
+    """A training step of ``count`` layers of different seconds and bytes. Each layer's gradient reads the layer's input."""
+    generator = random.Random(seed)
+    edges = [(i, i + 1) for i in range(2 * count - 1)] + [(i, 2 * count - 1 - i) for i in range(count)]
+    seconds = [float(generator.randint(1, 9)) for _ in range(2 * count)]
+    sizes = [generator.randint(1, 9) * 100 for _ in range(2 * count)]
+    return Graph.from_dag(seconds, sizes, edges, num_forward=count)
+
+
+@pytest.mark.parametrize(("count", "seed", "share"), [(12, 9, 0.5), (16, 1, 0.0), (16, 6, 0.5), (16, 11, 1.0)])
+def test_ruin_and_recreate_of_schedules_lowers_the_cost_near_the_least_peak(count, seed, share):
+    graph = uneven_chain(count, seed)
+    planner = Planner(graph)
+    lowest = planner.lowest.peak_bytes
+    budget = lowest + int(share * (planner.smallest.peak_bytes - lowest))
+    found, without = planner.find(budget), Planner(graph, strategies=EVERY_STRATEGY & ~Strategies.RECREATE).find(budget)
+    assert found.plan.peak_bytes <= budget
+    assert found.lower_bound_seconds <= found.plan.cost_seconds < 0.95 * without.plan.cost_seconds
+    assert Planner(graph).find(budget).plan.schedule == found.plan.schedule
+
+
+def test_a_search_by_steps_and_a_plan_near_the_bound_have_no_recreated_schedules():
+    graph = uneven_chain(12, 9)
+    by_steps = Planner(graph, stepwise=True)
+    budget = by_steps.lowest.peak_bytes + 300
+    assert by_steps.find(budget).plan.cost_seconds == Planner(graph).choose(budget).cost_seconds
+    with mock.patch.object(planner_module, "recreated", side_effect=AssertionError):
+        wide = Planner(graph)
+        assert wide.find(wide.baseline.peak_bytes).plan.cost_seconds == 0.0
+        with pytest.raises(AssertionError):
+            wide.find(budget)
+
+
+@settings(max_examples=25, deadline=None)
+@given(graphs(max_ops=20), st.floats(0.0, 1.0))
+def test_recreated_schedules_fit_and_cost_no_more(graph, share):
+    planner = Planner(graph)
+    lowest, most = planner.lowest, planner.baseline.peak_bytes
+    budget = lowest.peak_bytes + int(share * max(0, most - lowest.peak_bytes))
+    start = relaxed(lowest, budget, WorkLimit())
+    found = recreated(start, budget, 0.0, WorkLimit(1.0))
+    found.check()
+    assert found.peak_bytes <= budget
+    assert found.cost_seconds <= start.cost_seconds
+    assert found.schedule.own(graph) == start.schedule.own(graph)
+    assert recreated(start, budget, 0.0, WorkLimit(1.0)).schedule == found.schedule
+    assert recreated(start, budget, start.cost_seconds, WorkLimit(1.0)) is start
