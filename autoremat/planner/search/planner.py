@@ -121,10 +121,11 @@ class Planner:
         tries = Strategies.LOWER | Strategies.RECREATE in self.strategies and not self.stepwise and not self.graph.single_phase
         if not tries or plan.schedule.stays or plan.cost_seconds <= enough:
             return plan
-        with _without_garbage_collection(), self.limit.beside(SETTINGS.least_peak.share) as limit:
+        with _without_garbage_collection(), self.limit.beside(self.limit.share_left) as limit:
             found = recreated(plan, budget, enough, limit)
         if found is not plan:
             self.check(found)
+            self.search.lowered.append(found)  # so that a larger budget never costs more
         return found
 
     def _as_run(self, plan: Plan, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None) -> Plan:
@@ -175,7 +176,7 @@ class Planner:
         known_seconds: float = math.inf,
         accepts: Callable[[Plan], bool] | None = None,
     ) -> Plan | None:
-        """Returns the plan of :meth:`find`, without the lower bounds.
+        """Returns the plan of :meth:`find` without the lower bounds, and so before its schedule is recreated.
 
         A plan that costs ``known_seconds`` is already known elsewhere. Memory is only filled to find a cheaper one.
         """

@@ -128,6 +128,11 @@ class WorkLimit:
         return is_done or is_late
 
     @property
+    def share_left(self) -> float:
+        """The share of the work that is left."""
+        return max(0.0, 1.0 - self.done / self.work)
+
+    @property
     def seconds_left(self) -> float:
         """The time limit of a search with the work that is left, or less than zero. The clock does not count."""
         return self.seconds - self.done / WORK_PER_SECOND

@@ -258,7 +258,7 @@ def test_a_larger_budget_never_costs_more(graph):
 def test_a_ceiling_without_a_budget_is_kept_where_that_takes_little_time(graph):
     for ceiling in budgets_of(Planner(graph)):
         planner = Planner(graph, time_limit=600.0, soft_budget_bytes=ceiling)
-        chosen, fastest, below = planner.find(None).plan, planner.fastest(), Planner(graph, time_limit=600.0).find(ceiling).plan
+        chosen, fastest, below = planner.find(None).plan, planner.fastest(), Planner(graph, time_limit=600.0).choose(ceiling)
         below = below if planner.smallest.peak_bytes <= ceiling else None  # only a budget is worth the search for a lower peak
         most = SETTINGS.search.soft_budget_cost * graph.step_seconds
         worth = below is not None and below.cost_seconds - fastest.cost_seconds <= most
