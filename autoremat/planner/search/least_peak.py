@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -88,14 +89,15 @@ def recreated(plan: Plan, budget: int, enough: float, limit: WorkLimit) -> Plan:
     ``plan`` must fit, and has no stays. A cost of ``enough`` seconds ends the search. Equal arguments give equal plans, unless
     the clock ends the search.
     """
-    search, generator, failures = _Lowering(plan.graph, limit, moves_share=1.0), random.Random(SEED), 0
-    while failures < settings.patience and plan.cost_seconds > enough and not limit.has_passed():
-        found = search.bring_down(search.ruined(plan, generator), budget)
+    search, generator = _Lowering(plan.graph, limit, moves_share=1.0), random.Random(SEED)
+    best, failures = plan, 0
+    while failures < settings.patience and best.cost_seconds > enough and not limit.has_passed():
+        found = search.bring_down(search.ruined(best, generator), budget)
         if found.peak_bytes <= budget:
             found = relaxed(found, budget, limit)
-        improves = found.peak_bytes <= budget and found.cost_seconds < plan.cost_seconds
-        plan, failures = (found, 0) if improves else (plan, failures + 1)
-    return plan
+        improves = found.peak_bytes <= budget and found.cost_seconds < best.cost_seconds
+        best, failures = (found, 0) if improves else (best, failures + 1)
+    return plan if best is plan else replace(best, label="recreated schedule")
 
 
 class _Lowering:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from unittest import mock
 
 import models
 import numpy as np
@@ -25,6 +26,7 @@ from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.search import joint_search
+from autoremat.planner.search import planner as planner_module
 from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.forward_points import ForwardPoints
 from autoremat.planner.search.forward_seconds import ForwardSeconds
@@ -33,6 +35,7 @@ from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.planner.settings import SETTINGS
 from autoremat.tools.explain import previews
 from autoremat.torch_private import compilers
 
@@ -397,3 +400,13 @@ def test_saved_values_that_are_in_the_way_of_stays_are_dropped(monkeypatch):
         found = [planner.find(int(share * alone.smallest.peak_bytes)).plan for share in (1.0, 1.03, 1.06)]
         added.append(sum(plan.cost_seconds - fastest.cost_seconds for plan in found))
     assert added[1] < 2 / 3 * added[0]
+
+
+def test_no_schedule_with_stays_is_recreated():
+    graph = on_host(step([100 * size for size in (7, 7, 1, 5, 9, 8, 7, 5, 8, 6)], [5.0, 2.0] * 5), 40.0)
+    planner = Planner(graph)
+    budget = (3 * planner.smallest.peak_bytes + planner.baseline.peak_bytes) // 4
+    with mock.patch.object(planner_module, "recreated", side_effect=AssertionError):
+        found = planner.find(budget)
+    assert found.plan.schedule.stays
+    assert found.plan.cost_seconds > found.lower_bound_seconds + SETTINGS.search.schedule_gap * graph.step_seconds

@@ -151,10 +151,11 @@ def test_ruin_and_recreate_of_schedules_lowers_the_cost_near_the_least_peak(coun
     found, without = planner.find(budget), Planner(graph, strategies=EVERY_STRATEGY & ~Strategies.RECREATE).find(budget)
     assert found.plan.peak_bytes <= budget
     assert found.lower_bound_seconds <= found.plan.cost_seconds < 0.95 * without.plan.cost_seconds
+    assert found.plan.label == "recreated schedule"
     assert Planner(graph).find(budget).plan.schedule == found.plan.schedule
 
 
-def test_a_search_by_steps_and_a_plan_near_the_bound_have_no_recreated_schedules():
+def test_searches_by_steps_or_for_accepted_plans_and_plans_near_the_bound_have_no_recreated_schedules():
     graph = uneven_chain(12, 9)
     by_steps = Planner(graph, stepwise=True)
     budget = by_steps.lowest.peak_bytes + 300
@@ -162,8 +163,10 @@ def test_a_search_by_steps_and_a_plan_near_the_bound_have_no_recreated_schedules
     with mock.patch.object(planner_module, "recreated", side_effect=AssertionError):
         wide = Planner(graph)
         assert wide.find(wide.baseline.peak_bytes).plan.cost_seconds == 0.0
-        with pytest.raises(AssertionError):
-            wide.find(budget)
+        assert wide.find(wide.smallest.peak_bytes, accepts=lambda plan: True).plan is not None
+        for tight in (budget, wide.smallest.peak_bytes):
+            with pytest.raises(AssertionError):
+                wide.find(tight)
 
 
 @settings(max_examples=25, deadline=None)
@@ -180,3 +183,11 @@ def test_recreated_schedules_fit_and_cost_no_more(graph, share):
     assert found.schedule.own(graph) == start.schedule.own(graph)
     assert recreated(start, budget, 0.0, WorkLimit(1.0)).schedule == found.schedule
     assert recreated(start, budget, start.cost_seconds, WorkLimit(1.0)) is start
+
+
+def test_a_larger_budget_of_the_same_planner_knows_the_recreated_schedule():
+    graph = uneven_chain(12, 6)
+    planner = Planner(graph)
+    cost = planner.find(2400).plan.cost_seconds
+    assert Planner(graph).find(2500).plan.cost_seconds > cost
+    assert planner.find(2500).plan.cost_seconds <= cost
