@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,15 +247,25 @@ def forms_of(size: int) -> tuple[Form, ...]:
     )
 
 
-def with_forms(graph: Graph) -> Graph:
-    """`graph` with forms of each value of the forward that is no output."""
+def with_forms(graph: Graph, forms: Callable[[int], tuple[Form, ...]] = forms_of) -> Graph:
+    """`graph` with the `forms` of its bytes for each value of the forward that is no output."""
     outputs = {*graph.forward_outputs, *graph.backward_outputs}
     eligible = set(graph.forward_values) - outputs
     values = [
-        dataclasses.replace(value, forms=forms_of(value.bytes)) if number in eligible else value
+        dataclasses.replace(value, forms=forms(value.bytes)) if number in eligible else value
         for number, value in enumerate(graph.values)
     ]
     return dataclasses.replace(graph, values=tuple(values))
+
+
+def on_host(graph: Graph, rate: float) -> Graph:
+    """`graph` with a form on the host for each of its forward values that is no output, at `rate` bytes per second."""
+
+    def forms(size: int) -> tuple[Form, ...]:
+        copies = (Transfer(engine, size / rate) for engine in (Engine.TO_HOST, Engine.FROM_HOST))
+        return (Form("host", *copies, host_bytes=size),)
+
+    return with_forms(graph, forms)
 
 
 @st.composite

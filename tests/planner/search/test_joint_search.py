@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import subsets
-from strategies import GraphBuilder, close_under_need, graphs, saved_sets, stays_of, with_forms
+from strategies import GraphBuilder, close_under_need, graphs, on_host, saved_sets, stays_of, with_forms
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
@@ -41,21 +41,6 @@ from autoremat.torch_private import compilers
 
 GAP = 0.02
 """Largest gap to the optimum of small graphs that the search may leave, as a share of the step."""
-
-
-def on_host(graph: Graph, rate: float) -> Graph:
-    """`graph` with a form on the host for each of its forward values that is no output, at `rate` bytes per second."""
-    outputs = {*graph.forward_outputs, *graph.backward_outputs}
-
-    def forms(number: int) -> tuple[Form, ...]:
-        if number not in graph.forward_values or number in outputs:
-            return ()
-        size = graph.values[number].bytes
-        copies = (Transfer(engine, size / rate) for engine in (Engine.TO_HOST, Engine.FROM_HOST))
-        return (Form("host", *copies, host_bytes=size),)
-
-    values = tuple(dataclasses.replace(value, forms=forms(number)) for number, value in enumerate(graph.values))
-    return dataclasses.replace(graph, values=values)
 
 
 def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
