@@ -186,8 +186,7 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rate
     overheads = {name: min(overheads[name], timer.seconds(run)) for name, run in calls.items()}
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    curves, implausible = _curves(every, found, overheads, device)
-    curves = {**kept, **curves}
+    curves, implausible = _curves(every, found, overheads, device, kept)
     unmeasured = tuple(sorted(wanted - found.keys() - kept.keys()))
     disturbed = max(timer.disturbed_share, known.disturbed_share if known and known.unmeasured else 0.0)
     curves = {**_assumed(unmeasured, curves, device), **curves}
@@ -204,15 +203,22 @@ def _part_of(recipe: Recipe) -> str:
 
 
 def _curves(
-    recipes: Mapping[str, Recipe], found: Mapping[str, Points], overheads: Mapping[str, float], device: torch.device
+    recipes: Mapping[str, Recipe],
+    found: Mapping[str, Points],
+    overheads: Mapping[str, float],
+    device: torch.device,
+    kept: Mapping[str, Curve],
 ) -> tuple[dict[str, Curve], set[str]]:
-    """Returns the curves through measured points without the overhead of a call, and the names with implausible points."""
-    curves, implausible = dict[str, Curve](), set[str]()
+    """Returns the curves through measured points without the overhead of a call, and the names with implausible points.
+
+    The curves of earlier measurements, ``kept``, are among them.
+    """
+    curves, implausible = dict(kept), set[str]()
     for name, whole in sorted(found.items(), key=lambda pair: recipes[pair[0]].rate in FUSED):  # after that of streams
         arithmetic, moving = FUSED.get(recipes[name].rate), dict.fromkeys(whole, 0.0)
         overhead = overheads["launch" if arithmetic is None else "call"]
         if arithmetic is not None and device.type == "cuda":  # what a CPU's cache holds, a card moves
-            stream = curves[curve_name(Rate.STREAM)]
+            stream = curves.get(curve_name(Rate.STREAM)) or _by_datasheet_alone(Rate.STREAM, device)
             moving = {amount: stream.seconds(ELEMENT_BYTES * amount / arithmetic.times) for amount in whole}
         points = {amount: max(seconds - overhead - moving[amount], LEAST_SHARE * seconds) for amount, seconds in whole.items()}
         plausible = _plausible(recipes[name], points, device)
@@ -223,6 +229,11 @@ def _curves(
     return curves, implausible
 
 
+def _by_datasheet_alone(rate: Rate, device: torch.device, slowdown: float = 1.0) -> Curve:
+    """Returns the data sheet's curve of ``rate`` for float32, whose seconds are multiplied by ``slowdown``."""
+    return Curve(((ASSUMED_AMOUNT, slowdown * datasheet_seconds(rate, ASSUMED_AMOUNT, _datasheet(device, torch.float32))),))
+
+
 def _assumed(names: Iterable[str], measured: Mapping[str, Curve], device: torch.device) -> dict[str, Curve]:
     """Returns the data sheet's curves for those of ``names`` that every device needs, slowed down as ``measured`` ones are."""
     sheet = _datasheet(device, torch.float32)
@@ -230,8 +241,7 @@ def _assumed(names: Iterable[str], measured: Mapping[str, Curve], device: torch.
     ratios = [measured[n].points[-1][1] / datasheet_seconds(rates[n], measured[n].points[-1][0], sheet)
               for n in measured.keys() & rates.keys()]  # fmt: skip
     slowdown = statistics.median(ratios) if ratios else 1.0
-    return {n: Curve(((ASSUMED_AMOUNT, slowdown * datasheet_seconds(rates[n], ASSUMED_AMOUNT, sheet)),))
-            for n in names if n in rates}  # fmt: skip
+    return {n: _by_datasheet_alone(rates[n], device, slowdown) for n in names if n in rates}
 
 
 def _say_incomplete(device: torch.device, rates: Rates, doubtful: set[str], total: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoremat.planner.cost.devices import Datasheet
+from autoremat.planner.cost.devices import Datasheet, device_memory
 from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
 from autoremat.torch_private.seen_on_card import CARD, decided_as_on_card, on_card
 
@@ -183,7 +183,7 @@ def _properties(sheet: Datasheet, name: str) -> SimpleNamespace:
         name=name,
         major=sheet.capability[0],
         minor=sheet.capability[1],
-        total_memory=sheet.memory,
+        total_memory=device_memory(name),
         multi_processor_count=sheet.multiprocessors,
         max_threads_per_multi_processor=THREADS.get(sheet.capability, 2048),
         max_threads_per_block=1024,

@@ -17,7 +17,18 @@ from autoremat.basics import disk_cache
 from autoremat.measure import calibration
 from autoremat.measure.microbenchmarks import FUSED, ROW, Place, Recipe, recipes
 from autoremat.measure.timer import Stopwatch, measurable
-from autoremat.planner.cost import ELEMENT_BYTES, Curve, Rate, Rates, Task, Work, cpu_device, curve_name
+from autoremat.planner.cost import (
+    ELEMENT_BYTES,
+    Curve,
+    Rate,
+    Rates,
+    Task,
+    Work,
+    cpu_device,
+    cuda_device,
+    curve_name,
+    datasheet_seconds,
+)
 
 CPU = torch.device("cpu")
 
@@ -308,8 +319,25 @@ def test_the_arithmetic_of_a_card_has_no_memory_traffic_in_it():
     recipes_of = {name: Recipe(rate, (1,), lambda *_: (1.0, lambda: None)) for rate, name in names.items()}
     found = {names[Rate.CHEAP]: {1e6: 9e-6}, names[Rate.RANDOM]: {1e6: 5e-5}, names[Rate.STREAM]: {8e6: 8e-6}}
     with mock.patch.object(calibration, "_plausible", lambda recipe, points, device: points):
-        curves, _ = calibration._curves(recipes_of, found, {"launch": 0.0, "call": 2e-6}, card)
-        on_cpu, _ = calibration._curves(recipes_of, found, {"launch": 0.0, "call": 2e-6}, CPU)
+        curves, _ = calibration._curves(recipes_of, found, {"launch": 0.0, "call": 2e-6}, card, {})
+        on_cpu, _ = calibration._curves(recipes_of, found, {"launch": 0.0, "call": 2e-6}, CPU, {})
     assert curves[names[Rate.RANDOM]].seconds(1e6) == pytest.approx(5e-5 - 2e-6 - 8e-6)
     assert curves[names[Rate.CHEAP]].seconds(1e6) == pytest.approx(9e-6 - 2e-6 - 8e-6 / FUSED[Rate.CHEAP].times)
     assert on_cpu[names[Rate.CHEAP]].seconds(1e6) == pytest.approx(7e-6)
+
+
+def test_arithmetic_that_is_measured_later_takes_the_traffic_of_the_streams_before():
+    card, cheap, stream = torch.device("cuda"), curve_name(Rate.CHEAP), curve_name(Rate.STREAM)
+    recipes_of = {cheap: Recipe(Rate.CHEAP, (1,), lambda *_: (1.0, lambda: None))}
+    found, overheads = {cheap: {1e6: 9e-6}}, {"launch": 0.0, "call": 2e-6}
+    known, moved = Curve(((8e6, 8e-6),)), ELEMENT_BYTES * 1e6 / FUSED[Rate.CHEAP].times
+    unknown = cuda_device("Abacus 3000")
+    with (
+        mock.patch.object(calibration, "_plausible", lambda recipe, points, device: points),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Abacus 3000"),
+    ):
+        measured, _ = calibration._curves(recipes_of, found, overheads, card, {stream: known})
+        assumed, _ = calibration._curves(recipes_of, found, overheads, card, {})
+    assert measured.keys() == {cheap, stream}
+    assert measured[cheap].seconds(1e6) == pytest.approx(7e-6 - known.seconds(moved))
+    assert assumed[cheap].seconds(1e6) == pytest.approx(7e-6 - datasheet_seconds(Rate.STREAM, moved, unknown))

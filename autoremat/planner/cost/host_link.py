@@ -61,7 +61,7 @@ ONE_BOARD = {"GH200": (170.0 * GB, 342.0 * GB), "GB200": (182.0 * GB, 169.0 * GB
 BOTH_WAYS, BOTH_WAYS_OF_5, BOTH_WAYS_ON_ONE_BOARD = 0.66, 0.84, 0.48
 """Shares of the rates that remain while both directions copy: PCI Express, its version 5, and beside a CPU on one board."""
 
-UNIFIED = ("cpu", "mps", "Apple", "GB10", "Thor", "Orin", "Xavier")
+UNIFIED = ("cpu", "mps", "Apple", "GB10", "Thor", "Orin", "Xavier", "MI300A")
 """Words in the names of devices that share the memory of their host."""
 
 

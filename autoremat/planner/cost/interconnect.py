@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, datasheet, datasheet_name
+from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, contains_word, datasheet, datasheet_name
 
 
 class LinkSource(enum.Enum):
@@ -84,9 +84,11 @@ class _Reached:
 # Sources: NVIDIA's data sheets; NVLink's rates in one direction, half of the sum that the sheets name. DGX systems have one
 # network card of 400 Gb/s per GPU.
 NVLINK = {
-    "GB300": 900e9, "GB200": 900e9, "B300": 900e9, "B200": 900e9, "GH200": 450e9, "H200": 450e9, "H100": 450e9, "H20": 450e9,
-    "A100": 300e9, "A100 40GB": 300e9, "V100": 150e9,
+    "GB300": 900e9, "GB200": 900e9, "B300": 900e9, "B200": 900e9, "GH200": 450e9,
+    "GH200 144GB": 450e9, "H200": 450e9, "H100": 450e9, "H20": 450e9, "H20 3e": 450e9, "H800": 200e9, "A100": 300e9,
+    "A100 40GB": 300e9, "A800": 200e9, "A800 40GB": 200e9, "V100": 150e9,
 }  # fmt: skip
+"""Rates of NVLink in one direction. Cards with "PCIe" in their names have bridges between pairs at most."""
 
 # Sources: NCCL 2.27 and 2.29 in NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator at 095f58a51, Apache-2.0): A100,
 # H100 and B200 with NVLink, RTX PRO 6000 with PCI Express. `benchmarks/card_rates.py` holds the rules against other cards too.
@@ -130,14 +132,16 @@ def assumed_interconnect(device: str, ranks: int) -> Interconnect:
     name = datasheet_name(device) or ""
     if device == "cpu":
         return Interconnect(ETHERNET * NETWORK_SHARE, NETWORK_LATENCY)
-    if ranks > GPUS_OF_A_RACK.get(name, GPUS_OF_A_NODE):
-        return Interconnect(NETWORK * NETWORK_SHARE, NETWORK_LATENCY)
+    most = GPUS_OF_A_RACK.get(name, GPUS_OF_A_NODE)
+    if ranks > most:
+        within = assumed_interconnect(device, most)  # the slower link of the way passes everything on
+        return Interconnect(min(NETWORK * NETWORK_SHARE, within.bytes_per_second), NETWORK_LATENCY)
     generation = (datasheet(device) or UNKNOWN_GPU).capability[0]
     if name in INFINITY_FABRIC:
         reached = BY_INFINITY_FABRIC
         rate = INFINITY_FABRIC[name] * max(ranks - 1, 1) * reached.share
         return Interconnect(rate, reached.latency_seconds, step_seconds=reached.step_seconds)
-    if name not in NVLINK:
+    if name not in NVLINK or contains_word("PCIe", device):
         rate, reached = PCI_EXPRESS.get(generation, PCI_EXPRESS_5), BY_PCI_EXPRESS
         return Interconnect(rate * reached.share, reached.latency_seconds, step_seconds=reached.step_seconds)
     reached = BY_NVLINK.get(generation, BY_NVLINK[8])
@@ -161,7 +165,7 @@ class Links:
         """Returns the interconnect of the process group ``group`` with ``ranks`` devices of the name ``device``."""
         link = self.groups.get(group) or assumed_interconnect(device, ranks)
         if self.latency_seconds is not None:
-            link = replace(link, latency_seconds=self.latency_seconds, step_seconds=0.0)
+            link = replace(link, latency_seconds=self.latency_seconds, step_seconds=0.0, pipelined=False)
         if self.bytes_per_second is not None:
             link = replace(link, bytes_per_second=self.bytes_per_second, source=LinkSource.GIVEN, pipelined=False)
         return link

@@ -31,6 +31,9 @@ SHORTEST_PART = 256
 PARTIAL_SUM_BYTES = 8
 """Bytes that are written and read for an element of a part's result, in float32."""
 
+CAUSAL_KEYS = 0.25
+"""Share of the keys that count under a causal mask. It halves them, in tiles that are unequally long."""
+
 HEAD_WIDTHS = {64: 0.76, 96: 0.90, 128: 1.0, 192: 1.0, 256: 1.05}
 """Widths of heads that attention kernels are compiled for, with their rates as shares of that of 128."""
 
@@ -82,7 +85,7 @@ def kernel_seconds(flops: int, bytes_moved: int, device: Device, shapes: tuple[P
 
 
 SPECIALS = {
-    Rate.CHEAP: 0.1, Rate.DIVISION: 0.5, Rate.EXPONENTIAL: 2.2, Rate.TANH: 3.5, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4,
+    Rate.CHEAP: 0.1, Rate.DIVISION: 0.5, Rate.EXPONENTIAL: 2.2, Rate.TANH: 2.2, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4,
     Rate.REDUCTION: 0.1, Rate.NORMALISATION: 2.2,
 }  # fmt: skip
 """Time of an element's arithmetic, as a multiple of that of one result of the special function units. Measured on an H100
@@ -116,7 +119,7 @@ def _seconds_of_waves(product: Product, device: Device, reached: Efficiencies) -
 def _attention_rate(attention: Attention, device: Device, reached: Efficiencies) -> float:
     """Returns FLOP/s of ``attention``, where a causal mask halves the time of the same FLOPs."""
     compiled = next((width for width in HEAD_WIDTHS if width >= attention.width), attention.width)
-    keys = attention.keys / 4 if attention.causal else attention.keys  # half, in tiles that are unequally long
+    keys = attention.keys * (CAUSAL_KEYS if attention.causal else 1.0)
     share = reached.attention / reached.product * HEAD_WIDTHS.get(compiled, HEAD_WIDTHS[256])
     half_at = (reached.cudnn_keys if attention.kernel is AttentionKernel.CUDNN else None) or reached.keys
     share *= attention.width / compiled * keys / (keys + half_at)

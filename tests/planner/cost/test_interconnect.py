@@ -6,7 +6,17 @@ import pytest
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
-from autoremat.planner.cost import Interconnect, Links, LinkSource, Pattern, assumed_interconnect, sent_bytes, steps_of
+from autoremat.planner.cost import (
+    DATASHEETS,
+    Interconnect,
+    Links,
+    LinkSource,
+    Pattern,
+    assumed_interconnect,
+    sent_bytes,
+    steps_of,
+)
+from autoremat.planner.cost.interconnect import GPUS_OF_A_NODE
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Op, Role, Trait, Value
 from autoremat.planner.search.planner import Planner
@@ -66,6 +76,25 @@ def test_options_come_before_measurements_and_these_before_data_sheets():
     assert Links(None, 1e-3).of("0", 8, "cpu").latency_seconds == 1e-3
 
 
+@pytest.mark.parametrize("name", [*DATASHEETS, "NVIDIA A100 80GB PCIe", "Abacus"])
+def test_ranks_of_more_than_a_node_are_no_faster_than_those_of_one(name):
+    near, far = (assumed_interconnect(name, ranks) for ranks in (GPUS_OF_A_NODE, 1000))
+    assert 0 < far.bytes_per_second <= near.bytes_per_second
+
+
+@pytest.mark.parametrize("name", DATASHEETS)
+def test_a_card_of_a_server_board_has_nvlink(name):
+    sheet = DATASHEETS[name]
+    on_a_board = sheet.capability in ((7, 0), (8, 0), (9, 0), (10, 0), (10, 3)) and name not in (
+        "A30",
+        "H100 NVL",
+        "H200 NVL",
+        "V100S",
+    )
+    assert assumed_interconnect(name, 4).pipelined == (on_a_board and "PCIe" not in name)
+    assert not assumed_interconnect(f"{name} PCIe", 4).pipelined
+
+
 def test_gpus_of_a_node_are_closer_than_nodes():
     near, far = assumed_interconnect("NVIDIA H100 80GB HBM3", 8), assumed_interconnect("NVIDIA H100 80GB HBM3", 64)
     assert near.bytes_per_second > far.bytes_per_second > assumed_interconnect("cpu", 2).bytes_per_second
@@ -78,6 +107,8 @@ def test_steps_and_pieces_under_way_at_once_take_longer():
     assert [link.seconds(900.0, steps_of(Pattern.GATHER, 4)), link.seconds(900.0, steps_of(Pattern.REDUCE, 4))] == [13.0, 16.0]
     assert Interconnect(100.0, 1.0, step_seconds=1.0, pipelined=True).seconds(900.0, 3) == 13.0 + 2 * 6.0
     assert Links(100.0, 1.0).of("0", 8, "H100").seconds(900.0, 7) == 10.0  # given figures are complete
+    near = Links(None, 1.0).of("0", 8, "H100")
+    assert near.seconds(900.0, 7) == 1.0 + 900.0 / near.bytes_per_second
 
 
 @pytest.mark.parametrize(("ranks", "published"), [(2, 47.7e9), (8, 312.9e9)])
