@@ -41,9 +41,11 @@ class Place:
     dtype: torch.dtype = torch.float32
 
     def random(self, *shape: int) -> torch.Tensor:
+        """Returns normally distributed numbers of the element type."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def indices(self, count: int, below: int) -> torch.Tensor:
+        """Returns ``count`` random integers from 0 to ``below``, which is not among them."""
         return torch.randint(below, (count,), device=self.device)
 
 
@@ -58,11 +60,13 @@ class Recipe:
 
 
 def matmul(place: Place, side: int) -> Sized:
+    """Returns the FLOPs of a product of two square matrices, and a function that runs it."""
     left, right = place.random(side, side), place.random(side, side)
     return 2.0 * side**3, lambda: left @ right
 
 
 def batched_matmul(place: Place, side: int) -> Sized:
+    """Returns the FLOPs of a batch of square products, and a function that runs it."""
     left, right = place.random(BATCH, side, side), place.random(BATCH, side, side)
     return 2.0 * side**3 * BATCH, lambda: torch.bmm(left, right)
 
@@ -71,11 +75,13 @@ HEADS, HEAD_WIDTH = 8, 64
 
 
 def attention(place: Place, length: int) -> Sized:
+    """Returns the FLOPs of attention over ``length`` tokens, and a function that runs it."""
     query, key, value = (place.random(1, HEADS, length, HEAD_WIDTH) for _ in range(3))
     return 4.0 * HEADS * HEAD_WIDTH * length**2, lambda: F.scaled_dot_product_attention(query, key, value)
 
 
 def attention_backward(place: Place, length: int) -> Sized:
+    """Returns the FLOPs of the backward of :func:`attention`, and a function that runs it."""
     query, key, value = tensors = [place.random(1, HEADS, length, HEAD_WIDTH).requires_grad_() for _ in range(3)]
     with torch.enable_grad():
         result = F.scaled_dot_product_attention(query, key, value)
@@ -107,6 +113,7 @@ def convolution(kernel: int, depthwise: bool, backward: bool) -> Callable[[Place
 
 
 def stream(place: Place, count: int) -> Sized:
+    """Returns the bytes that a sum of ``count`` elements reads and writes, and a function that runs it."""
     left, right, out = place.random(count), place.random(count), place.random(count)
     return 12.0 * count, lambda: torch.add(left, right, out=out)
 
@@ -116,6 +123,7 @@ ROW = 128
 
 
 def gather(place: Place, rows: int) -> Sized:
+    """Returns the bytes that a gather of rows reads and writes, and a function that runs it."""
     table, index = place.random(rows, ROW), place.indices(rows, rows)
     return 8.0 * rows * ROW + 8 * rows, lambda: F.embedding(index, table)
 
@@ -127,11 +135,13 @@ def scatter(place: Place, rows: int) -> Sized:
 
 
 def sort(place: Place, count: int) -> Sized:
+    """Returns the number of elements of a sort, and a function that runs it."""
     tensor = place.random(count)
     return float(count), lambda: torch.sort(tensor)
 
 
 def scan(place: Place, rows: int) -> Sized:
+    """Returns the number of elements of a cumulative sum, and a function that runs it."""
     tensor = place.random(rows, ROW)
     return float(rows * ROW), lambda: torch.cumsum(tensor, 0)
 

@@ -158,13 +158,12 @@ def test_the_report_of_an_attempt_has_the_allocated_peak():
 @pytest.mark.slow
 @pytest.mark.skipif(not named_card.generates_triton(), reason="no triton")
 def test_generated_code_keeps_to_a_budget_on_reserved_bytes(free):
-    for share in (0.75, 0.6):
-        budget = int(share * free.reserved.bytes)
-        report = explained(lower=True, memory_budget=budget, count="reserved")
-        assert report.reserved.of_code
-        assert report.compiled_peak_bytes < report.reserved.bytes <= budget
-        assert report.reserved.allocated_bytes >= report.compiled_peak_bytes
-        assert report.minimum_peak_bytes <= report.compiled_peak_bytes
+    budget = int(0.65 * free.reserved.bytes)
+    report = explained(lower=True, memory_budget=budget, count="reserved")
+    assert report.reserved.of_code
+    assert report.compiled_peak_bytes < report.reserved.bytes <= budget
+    assert report.reserved.allocated_bytes >= report.compiled_peak_bytes
+    assert report.minimum_peak_bytes <= report.compiled_peak_bytes
     with pytest.raises(BudgetInfeasible) as raised:
         explained(lower=True, memory_budget=int(0.3 * free.reserved.bytes), count="reserved")
     assert raised.value.allocated_bytes < raised.value.minimum_bytes

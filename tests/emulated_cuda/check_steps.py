@@ -15,11 +15,8 @@ from emulated_cuda.cells import ROUNDING, cells_of, cells_of_model, check
 
 BUDGETS = (None, 0.8, 1)
 
-CELLS = [
-    ("llama", torch.float16, 0.7), ("gpt2", torch.bfloat16, 1), ("vit", torch.float32, 0.7), ("resnet", torch.float16, 1),
-    ("experts", torch.bfloat16, 1),
-]  # fmt: skip
-"""The data type and the budget of each model. ``write_cells`` runs every model in all types under all budgets."""
+CELLS = [("llama", torch.float16, 0.7), ("resnet", torch.float16, 1), ("experts", torch.bfloat16, 1)]
+"""The data type and the budget of some models. ``write_cells`` runs every model in all types under all budgets."""
 
 
 class Block(nn.Module):

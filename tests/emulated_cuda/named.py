@@ -21,15 +21,13 @@ FOLDER_VARIABLE = "NAMED_PLANS"
 STEPS = {
     "llama_bfloat16": ("llama", torch.bfloat16, None),
     "gpt2_autocast": ("gpt2", torch.float32, torch.bfloat16),
-    "llama_autocast": ("llama", torch.float32, torch.float16),
     "resnet_float32": ("resnet", torch.float32, None),
-    "unet_float32": ("unet", torch.float32, None),
     "attention_float32": ("attention", torch.float32, None),
     "attention_bfloat16": ("attention", torch.bfloat16, None),
 }
 """Model, its type, and the type of autocast."""
 
-SIZES = {"llama": {"layers": 1}, "gpt2": {"layers": 1}, "unet": {"levels": 2}}
+SIZES = {"llama": {"layers": 1}, "gpt2": {"layers": 1}}
 """Sizes of the models that have others than their own."""
 
 OPTIONS = {"cost_model": "roofline", "memory_budget": 0.7, "on_infeasible": "best_effort"}

@@ -15,7 +15,6 @@ import autoremat
 COMPILED: dict[str, dict[str, int]] = {
     "llama": {"layers": 1},
     "gpt2": {"layers": 1},
-    "bert": {"layers": 1},
     "resnet": {"blocks": 1},
     "unet": {"levels": 2},
     "lstm": {"steps": 3},

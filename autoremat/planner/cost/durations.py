@@ -161,8 +161,8 @@ class _Kernels:
     def _kernel(
         self, position: int, ran: dict[int, float], read: dict[int, float], given: list[list[tuple[int, int]]]
     ) -> tuple[dict[int, float], float, float]:
-        """Returns the execution at ``position`` with those inlined into it, by the shares of their elements that run; and the
-        bytes that they read in memory, and in the caches.
+        """Returns the execution at ``position`` with those inlined into it, and the bytes that they read in memory and in the
+        caches. Executions have the shares of their elements that run.
 
         Leaves out what ``ran`` and what was ``read`` in the pass before, and adds to both. They hold the most bytes that an
         execution reads of a tensor, and those that were read of each.

@@ -4,13 +4,13 @@ A fused kernel reads its inputs and writes the results that others read; its ari
 
 - A *saved* value costs a write unless the forward materialises it anyway. It costs a read if a fused kernel of the backward
     reads it.
-- A saved value that would stay in the caches otherwise (``graph.cached_bytes``) always costs both: its place is in memory, and
-    the next result does not take its warm place.
+- A saved value that would stay in the caches otherwise (``graph.cached_bytes``) always costs both. Its place is in memory, and
+    the next result cannot take that place while it is in the caches.
 - A *recomputed* pointwise op that is fused into its readers costs its arithmetic. It also costs one read of each input that an
     extern kernel or reduction computes and no fused kernel of the backward reads anyway.
 - These costs of recomputation occur once per fusion group that needs the result, because each group computes it again. A
     result that is never inlined, such as a random number, is computed once.
-- A result that is wider than what is read for it, such as a float32 copy of 16-bit numbers, costs that read once: if it were
+- A result may be wider than what is read for it, as a float32 copy of 16-bit numbers. It costs that read once: if it were
     saved, each further group would read more.
 - If the result is broadcast to a larger one, such as a logarithm per row, its arithmetic runs for each larger element.
 - A pointwise op whose result an extern kernel reads runs once. It also costs a launch and the write of the result.

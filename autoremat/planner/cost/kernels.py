@@ -88,9 +88,10 @@ SPECIALS = {
     Rate.CHEAP: 0.1, Rate.DIVISION: 0.5, Rate.EXPONENTIAL: 2.2, Rate.TANH: 2.2, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4,
     Rate.REDUCTION: 0.1, Rate.NORMALISATION: 2.2,
 }  # fmt: skip
-"""Time of an element's arithmetic, as a multiple of that of one result of the special function units. Measured on an H100
-(`benchmarks/gpu_rates.py`): a multiplication and an addition 0.1, rsqrt (which counts twice) 1.0, exp 1.4, sigmoid 2.0,
-tanh 2.2, log 3.8, erf 4.1, a random number by Philox 13.4."""
+"""Time of an element's arithmetic, as a multiple of that of one result of the special function units.
+
+Measured on an H100 (`benchmarks/gpu_rates.py`): a multiplication and an addition 0.1, rsqrt (which counts twice) 1.0, exp 1.4,
+sigmoid 2.0, tanh 2.2, log 3.8, erf 4.1, a random number by Philox 13.4."""
 
 
 def seconds_of_arithmetic(work: Work, device: Device) -> float:

@@ -39,8 +39,9 @@ def test_a_plan_costs_what_it_runs_again_and_saves(graph):
 
 
 def normalised() -> tuple[Graph, int, int, int]:
-    """A product, scaled to what another reads, as by a layer norm; the backward reads the product where it is fused and the
-    scaled one in a kernel of its own. Returns product, scaled value and the op that makes that, too."""
+    """Returns a graph, its product, the scaled product and the op that scales, as in a layer norm.
+
+    The backward reads the product where it is fused, and the scaled one in a kernel of its own."""
     build = GraphBuilder()
     product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
     scaled = build.op([product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, memory_bound_seconds=9e-4)
