@@ -86,8 +86,10 @@ VARIANTS = {
 """For cuDNN the probability is a multiple of 1/16."""
 
 KERNELS = [
-    ("flash", "causal"), ("efficient", "mask"), *((kernel, "grouped, causal, dropout") for kernel in ("flash", "efficient", "cudnn")),
-]  # fmt: skip
+    ("flash", "causal"),
+    ("efficient", "mask"),
+    *((kernel, "grouped, causal, dropout") for kernel in ("flash", "efficient", "cudnn")),
+]
 
 
 @pytest.mark.slow
