@@ -121,6 +121,7 @@ def lower(
             inductor_lowering.sums_at_their_places(),
             layouts.laid_out_as_saved((ops.copy_to_host, ops.wait_for_copy_to_host)),
             layouts.inputs_as_they_are(),
+            layouts.results_as_traced(),
             layouts.attention_as_traced(),
             inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
             _answers_for(source),

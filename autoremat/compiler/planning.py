@@ -144,7 +144,7 @@ class BudgetedGraph(PlannedGraph):
             return 0.0
         self.planner.restart()
         limit = self.report.budget_bytes - headroom_bytes - self.code_headroom_bytes
-        looser = self.planner.choose(limit, accepts=acceptance(self.priced, self.context))
+        looser = self.planner.find(limit, acceptance(self.priced, self.context)).plan
         return 0.0 if looser is None else (self.plan.cost_seconds - looser.cost_seconds) / self.plan.graph.step_seconds
 
     @property

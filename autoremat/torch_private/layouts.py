@@ -1,4 +1,5 @@
-"""Layouts that Inductor chooses: those of inputs, of stored tensors and of attention's operands are kept as traced."""
+"""Layouts that Inductor chooses: inputs, results, stored tensors and operands of attention keep those with which they were
+traced."""
 
 from __future__ import annotations
 
@@ -48,6 +49,10 @@ def _restored_users(node: fx.Node) -> Iterator[None]:
         node.users.update(users)
 
 
+LAYOUT_COPY = "autoremat_layout_copy"
+"""Key of ``node.meta`` for the copies to channels-last that the passes state and the model does not make."""
+
+
 def copies_to_channels_last(node: fx.Node) -> bool:
     """Returns True for a call that copies images, or weights for images, to channels-last."""
     return node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") is torch.channels_last
@@ -69,6 +74,34 @@ def inputs_as_they_are() -> Iterator[None]:
             return lower(lowering, node)
 
     with hooked(GraphLowering, "run_node", lower_node):
+        yield
+
+
+@contextlib.contextmanager
+def results_as_traced() -> Iterator[None]:
+    """Makes Inductor derive the layouts of results as if the passes stated no copies to channels-last.
+
+    The results of a convolution of such copies would be channels-last. But callers, and readers by strides, expect them as
+    traced.
+    """
+    from torch._inductor import compile_fx
+
+    derive = unsubstituted(compile_fx, "fake_tensor_prop")
+
+    def derive_as_traced(module: fx.GraphModule, *arguments: Any) -> Any:
+        stated = {node: node.kwargs for node in module.graph.nodes if LAYOUT_COPY in node.meta and node.op == "call_function"}
+        for node, kwargs in stated.items():
+            node.kwargs = {**kwargs, "memory_format": torch.preserve_format}
+        try:
+            mode = derive(module, *arguments)
+        finally:
+            for node, kwargs in stated.items():
+                node.kwargs = kwargs
+        for node in stated:
+            node.meta["val"] = node.meta["val"].contiguous(memory_format=torch.channels_last)
+        return mode
+
+    with substituted(compile_fx, "fake_tensor_prop", derive_as_traced):
         yield
 
 

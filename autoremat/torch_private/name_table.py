@@ -63,6 +63,7 @@ NAMES = (
     PrivateName("torch.utils._pytree:tree_map", "inputs by position", "function, tree, ..."),
     # Compilers and their settings
     PrivateName("torch._inductor.compile_fx:compile_fx", "compilation by Inductor", "module, inputs, config_patches=, ..."),
+    PrivateName("torch._inductor.compile_fx:fake_tensor_prop", "layouts of results", "module, inputs, ..."),
     PrivateName("torch._inductor.config:custom_partitioner_fn", "compilation by Inductor"),
     PrivateName("torch._inductor.custom_graph_pass:CustomPartitionerFn", "compilation by Inductor"),
     PrivateName("torch._inductor.inductor_prims:force_stride_order", "compilation by Inductor"),

@@ -15,7 +15,7 @@ After, if the weight is an input that is not channels-last:
     result                      = convolution(image, weight_laid)
     for_image, for_weight, _    = convolution_backward(gradient, image, weight_laid)
 
-The traced layouts of results stay, because Inductor chooses layouts anew.
+Results keep the layouts with which they were traced (:func:`.results_as_traced`): callers of the forward rely on them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from autoremat.passes.building import Builder
+from autoremat.torch_private.layouts import LAYOUT_COPY
 from autoremat.torch_private.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
@@ -35,9 +36,6 @@ OPERANDS = {aten.convolution.default: (0, 1), aten.convolution_backward.default:
 
 CHANNELS_LAST = (0, 2, 3, 1)
 """The dimensions in their sequence in memory: images, rows, columns, channels."""
-
-LAYOUT_COPY = "autoremat_layout_copy"
-"""Key of ``node.meta`` for the copies of this pass."""
 
 
 def state_layout_copies(joint: fx.GraphModule) -> int:

@@ -167,6 +167,21 @@ def test_orders_for_convolutions_do_not_hold_for_the_copies():
     assert {call.op for call in saved_calls(plan)} == {"aten.tanh.default"}
 
 
+def test_results_have_the_layouts_and_the_numbers_of_eager():
+    """Channels-last results in place of the traced ones cannot be flattened, and other numbers lie at the same place."""
+    conv, x = nn.Conv2d(3, 16, 3, padding=1), torch.randn(2, 3, 8, 8)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        result = conv(x)
+        inside = result.tanh().as_strided((2, 1024), (1024, 1)).cumsum(1)
+        return result, result.flatten(1), result.as_strided((2, 1024), (1024, 1)), inside
+
+    expected, found = step(x), torch.compile(step, backend="autoremat", options={"max_slowdown": 1.0})(x)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.stride() == other.stride()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_slowdown": 1.0}, {"max_slowdown": 0.0}, {}], ids=["least", "fast", "none"])
 def test_gradients_and_their_layouts_are_those_of_eager(options):

@@ -86,7 +86,7 @@ def kernel_seconds(flops: int, bytes_moved: int, device: Device, shapes: tuple[P
 
 SPECIALS = {
     Rate.CHEAP: 0.1, Rate.DIVISION: 0.5, Rate.EXPONENTIAL: 2.2, Rate.TANH: 2.2, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4,
-    Rate.REDUCTION: 0.1, Rate.NORMALISATION: 2.2,
+    Rate.REDUCTION: 0.1, Rate.NORMALISATION: 2.2, Rate.LAYOUT: 0.1,
 }  # fmt: skip
 """Time of an element's arithmetic, as a multiple of that of one result of the special function units.
 

@@ -42,7 +42,7 @@ class PlanSource(Protocol):
         ...
 
     def choose(self, budget_bytes: int | None, *, accepts: Accepts | None = None) -> Plan | None:
-        """Returns the plan of :meth:`find`."""
+        """Returns the plan of :meth:`find`. Some sources leave out its last improvements."""
         ...
 
     def fastest(self, accepts: Accepts | None = None) -> Plan | None:

@@ -125,7 +125,7 @@ class Planner:
             found = recreated(plan, budget, enough, limit)
         if found is not plan:
             self.check(found)
-            self.search.lowered.append(found)  # so that a larger budget never costs more
+            self.search.lowered.append(found)  # so that a larger budget of this planner never costs more, until it restarts
         return found
 
     def _as_run(self, plan: Plan, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None) -> Plan:

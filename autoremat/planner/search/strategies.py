@@ -15,7 +15,7 @@ class Strategies(enum.Flag):
     FILL = enum.auto()
     """Greedy fill of free memory."""
     RECREATE = enum.auto()
-    """Ruin and recreate, from the best filled candidate."""
+    """Ruin and recreate, from the best filled candidate. With ``LOWER``, also of schedules near the least peak."""
     STORE = enum.auto()
     """Stays, if values have forms."""
     LOWER = enum.auto()
