@@ -85,7 +85,7 @@ GB, GIB = 10**9, 2**30
 # are those with 32-bit sums. B200 and B300: an eighth of the HGX data sheet, which is for eight GPUs. GB200 and
 # GB300: a 72nd of the NVL72's. MI cards: AMD's data sheets of the OAM form. ROCm's torch names their architectures gfx942 and
 # gfx950, with capabilities that no card of NVIDIA has. It rounds float32 products only where an environment variable says so.
-# H800 and A800 differ from H100 and A100 in NVLink and float64. A vendor's GB of memory are GiB, but for B300 and GB300:
+# H800 and A800 differ from H100 and A100 in NVLink, and H800 in float64 too. A vendor's GB of memory are GiB, but for B300 and GB300:
 # nvidia-smi shows 284,208 MiB of a GB300 and 189,471 of a GB200.
 DATASHEETS = {
     "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GIB, (10, 0), 148),

@@ -117,7 +117,7 @@ def test_float32_is_never_faster_than_what_it_is_rounded_to(name):
         ("V100", "bfloat16", "float32"),  # its tensor cores know float16 alone
         ("A100", "bfloat16", "float16"),
         ("A100", "float8_e4m3fn", "float32"),
-        ("H100", "float64", "float32"),  # these multiply float64
+        ("H100", "float64", "float32"),  # its tensor cores multiply float64 at this rate
     ],
 )
 def test_types_that_tensor_cores_do_not_know_have_another_rate(name, dtype, same_as):
