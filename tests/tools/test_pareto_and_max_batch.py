@@ -21,6 +21,7 @@ from autoremat.compiler.planning import EarlierSearches, plan_graph
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
+from autoremat.planner.search.planner import Planner
 from autoremat.tools.explain import previews
 from autoremat.tools.size_search import SizeSearch
 from autoremat.torch_private import compilers, fake_tensors
@@ -150,6 +151,20 @@ def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
     options = Options.parse({"time_limit": 600, "memory_budget": 0.75}, None, compilers.inductor_config_names)
     model, inputs = build("gpt2", layers=1)
     assert previews(model, inputs, {}, options, None, look)[0] == [True]
+
+
+def test_the_gain_of_a_looser_plan_counts_its_last_improvements(monkeypatch):
+    def look(preview):
+        tight = plan_graph(preview.priced, preview.context)
+        baseline = tight.planner.baseline
+        monkeypatch.setattr(Planner, "_recreated", lambda *_: baseline)
+        return tight.gain(0), (tight.plan.cost_seconds - baseline.cost_seconds) / tight.plan.graph.step_seconds
+
+    options = Options.parse({"compiler": "aot_eager", "memory_budget": 0.6}, None, compilers.inductor_config_names)
+    model, inputs = build("gpt2", layers=1)
+    [(gain, wanted)], _ = previews(model, inputs, {}, options, None, look)
+    assert gain == pytest.approx(wanted)
+    assert gain > 0.0
 
 
 def test_pareto_refuses_a_budget():

@@ -85,8 +85,8 @@ GB, GIB = 10**9, 2**30
 # are those with 32-bit sums. B200 and B300: an eighth of the HGX data sheet, which is for eight GPUs. GB200 and
 # GB300: a 72nd of the NVL72's. MI cards: AMD's data sheets of the OAM form. ROCm's torch names their architectures gfx942 and
 # gfx950, with capabilities that no card of NVIDIA has. It rounds float32 products only where an environment variable says so.
-# H800 and A800 differ from H100 and A100 in NVLink, and H800 in float64 too. A vendor's GB of memory are GiB, but for B300 and GB300:
-# nvidia-smi shows 284,208 MiB of a GB300 and 189,471 of a GB200.
+# H800 and A800 differ from H100 and A100 in NVLink, and H800 in float64 too. A vendor's GB of memory are GiB, but for B300 and
+# GB300: nvidia-smi shows 284,208 MiB of a GB300 and 189,471 of a GB200.
 DATASHEETS = {
     "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GIB, (10, 0), 148),
     "GB300": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 288 * GB, (10, 3), 148),
@@ -146,18 +146,24 @@ FIRST_BFLOAT16, FIRST_FLOAT8 = (8, 0), (8, 9)
 DOUBLE_SHARE = {
     (7, 0): 1 / 2, (7, 5): 1 / 32, (8, 0): 1.0, (9, 0): 1.0, (10, 0): 1 / 2, (9, 4): 1.0, (9, 5): 1 / 2,
 }  # fmt: skip
-"""The rate of float64 products as a share of float32's, by capability: that of tensor cores, where they multiply float64."""
+"""The rate of float64 products as a share of float32's, by capability, from the same data sheets. Where tensor cores multiply
+float64, it is theirs."""
 
 FEW_DOUBLES = 1 / 64
 """The share elsewhere: on GeForce and RTX cards, A10, A40, L4, L40 and B300. H20 and H800 have little more."""
 
 FEW_DOUBLES_BY_NAME = ("H20", "H20 3e", "H800", "H800 PCIe")
 
-MEMORY_SHARE, MEMORY_SHARE_BESIDE_ECC = 0.98, 0.915
-"""The least share of a card's memory that torch may use: 23.5 of 24 GiB (RTX 4090), 79.2 of 80 (H100), 178.4 of 180 (B200)."""
+MEMORY_SHARE = 0.98
+"""The share of a card's memory that torch may use at least, as its messages about lack of memory tell: 23.5 of 24 GiB (RTX
+4090), 79.2 of 80 (H100), 178.4 of 180 (B200)."""
 
-ECC_IN_MEMORY = ("A40", "A10", "A10G", "L40S", "L40", "L4", "T4")
-"""Cards that keep the codes of error correction in the same memory: torch may use 44.4 of 48 GiB (L40), 22.1 of 24 (A10G)."""
+LESS_MEMORY = {
+    **dict.fromkeys(("A40", "A10", "A10G", "L40S", "L40", "L4", "T4"), 0.915),
+    **dict.fromkeys(("RTX 5080", "RTX 5070 Ti", "RTX 5070"), 0.955),
+}
+"""The share of cards that leave less. Some keep the codes of error correction in the same memory: 44.4 of 48 GiB (L40) and 22.1
+of 24 (A10G) are left. Small cards reserve a larger share: 15.5 of 16 GiB (RTX 5080) are left."""
 
 SPECIAL_UNITS = 16
 """Units of a multiprocessor for exponentials and the like since Volta (CUDA C++ Programming Guide, arithmetic instructions).
@@ -214,7 +220,7 @@ def device_memory(name: str) -> int | None:
     size = re.search(SIZE.pattern + "$", name, SIZE.flags)
     of_cpu = any(contains_word(word, name) for word in CPU_MEMORY_IN_NAME)
     whole = int(size[1]) * GIB if size and not of_cpu else DATASHEETS[found].memory
-    return int(whole * (MEMORY_SHARE_BESIDE_ECC if found in ECC_IN_MEMORY else MEMORY_SHARE))
+    return int(whole * LESS_MEMORY.get(found, MEMORY_SHARE))
 
 
 def cuda_device(name: str) -> Device:

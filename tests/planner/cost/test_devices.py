@@ -70,6 +70,7 @@ def test_names(name, key):
         ("NVIDIA B200", 178.35),
         ("AMD Instinct MI300X", 191.69),
         ("NVIDIA GeForce RTX 4090", 23.52),
+        ("NVIDIA GeForce RTX 5080", 15.47),
         ("NVIDIA L40S", 44.40),
         ("NVIDIA A10G", 22.06),
         ("Tesla T4", 14.75),
