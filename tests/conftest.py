@@ -4,12 +4,14 @@ import gc
 import logging
 import os
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 
 import numpy
 import pytest
 import strategies
+from folders import TESTS
 from hypothesis import is_hypothesis_test, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -21,6 +23,11 @@ SEED = 0
 
 # The compiler knows the instructions of the processor. Inductor would try them again in every new cache folder.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# Identical C++ code is compiled once, by all processes and runs together. ccache would not help: Inductor compiles and links
+# in one command.
+if shutil.which("g++"):
+    os.environ.setdefault("CXX", str(TESTS / "compiler_cache" / "g++"))
 
 QUICK_SHARE = 8
 QUICK_EXAMPLES = range(2, 11)
