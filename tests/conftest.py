@@ -31,7 +31,7 @@ if shutil.which("g++"):
 
 QUICK_SHARE = 8
 QUICK_EXAMPLES = range(2, 11)
-"""The quick suite draws an eighth of the examples that a property asks for, 2 to 10; `make test-slow` draws all of them."""
+"""The quick suite draws an eighth of the examples that a property asks for, 2 to 10; `make test-properties` draws all."""
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=60
