@@ -319,7 +319,7 @@ class Search:
     def recreate(self, budget: int, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
         """Improves the cheapest filled candidates within ``budget`` bytes, of different segmentations, by ruin and recreate.
 
-        A plan that ``suffices`` ends it.
+        A plan that ``suffices`` ends it. The joint search, if there is one, comes before it and needs no work any more.
         """
         bases: dict[Segmentation, Candidate] = {}
         for candidate in sorted(self.filled, key=lambda c: c.plan.cost_seconds):
@@ -333,8 +333,7 @@ class Search:
 
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            with self.own_half() if self.joint is None else nullcontext():
-                found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
+            found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
             self.filled.append(Candidate(found, segmentation))
             if suffices(found):
                 break
