@@ -25,3 +25,8 @@ def names_in(path: Path) -> Iterator[str]:
 def test_production_code_uses_no_mocks():
     found = {path.name for path in FILES for name in names_in(path) if name.split(".")[0] == "unittest"}
     assert not found, "mocks are for tests"
+
+
+def test_one_module_names_the_variables_of_the_environment():
+    found = {path.name for path in FILES for name in names_in(path) if name.startswith("'AUTOREMAT_")}
+    assert found == {"environment.py"}, "it strips their values, and lists them for the warning of unknown ones"
