@@ -70,6 +70,7 @@ def backend(
     parsed = Options.parse(options, mode, compilers.inductor_config_names)
     note_graph()
     listen()
+    membership()  # other ranks see from now on whether this process lives, although it may share a plan later or never
     note_compiled(parsed, options, PLANNING_KEYS, until_reset())
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
@@ -87,7 +88,6 @@ def backend(
 
 
 listen()
-membership()  # other ranks see from now on whether this process lives, although its first graph comes later
 explain_absence_by(what_dynamo_said)
 
 
