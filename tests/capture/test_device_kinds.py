@@ -20,6 +20,9 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_traced(device):
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(OptionsError, match=r"finds no such device here, only cpu\."):
         autoremat.explain(loss, x, device=device, options={"compiler": "aot_eager", "cost_model": "roofline"})
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(OptionsError, match=r"finds no such device here, only cpu\."):
+        autoremat.device_budget("24GiB", model, torch.optim.SGD(model.parameters()), device=device)
 
 
 def test_a_device_of_an_unknown_kind_is_planned_for_with_one_warning(monkeypatch):
