@@ -121,7 +121,7 @@ def seed() -> Iterator[int]:
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     if "autoremat.compiler.overlap_warning" in sys.modules:
-        sys.modules["autoremat.compiler.overlap_warning"]._watch.end()  # a cycle may still hold outputs of open calls
+        sys.modules["autoremat.compiler.overlap_warning"].reset()
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +131,6 @@ def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(variable, raising=False)
     configure()
     if len(registry._reports) > registry.KEPT // 2:
-        registry._reports.clear()  # tests count them: none is to meet the bound
+        registry.reset()  # tests count them: none is to meet the bound
     yield
     configure()

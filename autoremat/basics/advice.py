@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoremat.basics.error_text import aligned
-from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.basics.units import bytes_apart, format_seconds
 
 FITS_SHOWN = 2
 """Number of fitting trials that the sentence of advice names."""
@@ -44,7 +44,7 @@ class Trial:
     @property
     def figures(self) -> str:
         """The predicted peak and time, as text."""
-        peak = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        peak = " of ".join(bytes_apart(self.peak_bytes, self.limit_bytes))
         return peak if self.seconds is None else f"{peak}, predicted {format_seconds(self.seconds)} per step"
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from autoremat.basics.advice import Advice
 from autoremat.basics.error_text import aligned, binding
-from autoremat.basics.units import format_bytes
+from autoremat.basics.units import bytes_apart, format_bytes
 
 SUPPORTED_MINORS = range(11, 16)
 """Minor versions of torch 2 that the package supports.
@@ -306,8 +306,9 @@ class FallbackWarning(UserWarning):
 
 def best_effort_message(subject: str, needed_bytes: int, budget_bytes: int) -> str:
     """Returns the text of a ``BudgetWarning`` for a best-effort plan over its budget. ``subject`` is a step, in words."""
+    needed, budget = bytes_apart(needed_bytes, budget_bytes)
     return (
-        f"{subject} needs {format_bytes(needed_bytes)}, over its budget of {format_bytes(budget_bytes)}: nothing smaller was "
+        f"{subject} needs {needed}, over its budget of {budget}: nothing smaller was "
         'found, and on_infeasible="best_effort" runs it anyway'
     )
 

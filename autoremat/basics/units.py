@@ -51,6 +51,12 @@ def format_bytes(count: int) -> str:
     return f"{sign}{scaled / 1024:.2f} TiB"
 
 
+def bytes_apart(count: int, other: int) -> tuple[str, str]:
+    """Returns both numbers of bytes as text: in full too, where they differ and would look alike."""
+    short = format_bytes(count), format_bytes(other)
+    return short if count == other or short[0] != short[1] else (f"{short[0]} ({count} bytes)", f"{short[1]} ({other} bytes)")
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration as text: "12.30 us", "1.50 ms", "2.34 s"."""
     if abs(seconds) < 999.995e-6 and seconds != 0:

@@ -12,6 +12,7 @@ pure also begins the backward, if it follows the forward's last op.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.basics.errors import CaptureError
+from autoremat.basics.errors import CaptureError, OptionWarning
 from autoremat.capture import call_cost, communication
 from autoremat.capture.builder import Alias, Builder, flatten, written_values
 from autoremat.capture.kernel_shapes import product_type, shapes_of
@@ -75,12 +76,27 @@ def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
 
 
 def device_rates(device: torch.device, cuda_name: str | None) -> Device:
-    """Returns the rates of ``device``, or of the CUDA device ``cuda_name``."""
+    """Returns the rates of ``device``, or of the CUDA device ``cuda_name``.
+
+    Warns with ``OptionWarning``, once for each kind of device, if that is neither a CPU nor CUDA.
+    """
     if device.type == "cpu" and cuda_name is None:
         return cpu_device(torch.get_num_threads())
     if cuda_name is None:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
+    if device.type not in ("cpu", "cuda") and device.type not in _unknown_kinds:
+        _unknown_kinds.add(device.type)
+        warnings.warn(
+            f"the device {device.type} is planned as a middling CUDA card: seconds, workspaces and the peak are a guess, for "
+            "autoremat has been tried on CPUs and CUDA cards only. Compare the step's peak with the allocator's own figure",
+            OptionWarning,
+            stacklevel=2,
+        )
     return cuda_device(cuda_name)
+
+
+_unknown_kinds: set[str] = set()
+"""Kinds of devices that a warning has named already."""
 
 
 @contextlib.contextmanager

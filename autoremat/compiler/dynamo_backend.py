@@ -70,6 +70,7 @@ def backend(
     parsed = Options.parse(options, mode, compilers.inductor_config_names)
     note_graph()
     listen()
+    membership()  # other ranks see from now on whether this process lives, although it may share a plan later or never
     note_compiled(parsed, options, PLANNING_KEYS, until_reset())
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
@@ -87,7 +88,6 @@ def backend(
 
 
 listen()
-membership()  # other ranks see from now on whether this process lives, although its first graph comes later
 explain_absence_by(what_dynamo_said)
 
 
@@ -105,6 +105,8 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
     if interceptor is not None:
         return interceptor.compile(gm, inputs, patches)
     around = Surroundings.of(gm, inputs)
+    if options.compiler == "inductor" and around.device.type == "cpu":
+        compilers.require_cpp_compiler(patches)  # an error before anything is measured and planned
     whole = replace(options, early_gradients=False, hooks_free_gradients=False)
     compiled = compiled_in_parts(
         gm, inputs, options, around, patches, lambda part, given: _compile(part, given, whole, is_explicit)
@@ -164,7 +166,7 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
             note_grant(request, around, found.report.budget_bytes)
         return published(found.function, found.report, request, note_on(gm))
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
-        if is_user_error(error) or asks_to_restart(error) or not request.fuses:
+        if is_user_error(error) or asks_to_restart(error) or compilers.lacks_cpp_compiler(error) or not request.fuses:
             raise
         place = source_info.place_of(gm.graph)
         if not request.falls_back:

@@ -265,6 +265,11 @@ def _warn(message: str) -> None:
 _watch = Watch()
 
 
+def reset() -> None:
+    """Forgets the open calls of this process, whose outputs a cycle may still hold."""
+    _watch.end()
+
+
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch."""
     # Drops the plan, as the graph may live long.

@@ -32,8 +32,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     """Registers and logs ``report``, with ``note`` if that is not empty, and returns ``compiled``.
 
     The returned callable compares its transfers with the plan. It is watched for other open calls if the graph has a budget of
-    its own. Warns with ``BudgetWarning`` if
-    the step exceeds the budget, or if compiled autograd traces its backward anew.
+    its own. Warns with ``BudgetWarning`` if the step exceeds the budget, or if compiled autograd traces its backward anew.
     """
     if report is None:
         return compiled

@@ -227,7 +227,8 @@ class Options:
     @property
     def allowed_slowdown(self) -> float | None:
         """The share by which a plan may take longer than the fastest one; None for no bound."""
-        return values.slowdown(self.max_slowdown)
+        assert not isinstance(self.max_slowdown, str), "__post_init__ has parsed it"
+        return self.max_slowdown
 
     @property
     def open_calls(self) -> OpenCalls:

@@ -74,6 +74,17 @@ def substituted(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[No
             _put_back(owner, name)
 
 
+@contextlib.contextmanager
+def assigned(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Gives an attribute another value while active, in all threads."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 def unsubstituted(owner: Any, name: str) -> Any:
     """Returns the function of a module or class, or that of a property, as it is while no thread replaces it."""
     with _installing:

@@ -74,6 +74,8 @@ NAMES = (
     PrivateName("torch._functorch.config:enable_autograd_cache", "settings"),
     PrivateName("torch._functorch.config:patch", "settings"),
     PrivateName("torch._functorch.config:save_config_portable", "settings", "..."),
+    PrivateName("torch._inductor.cpp_builder:get_cpp_compiler", "errors about a missing C++ compiler", "()"),
+    PrivateName("torch._inductor.exc:InvalidCxxCompiler", "errors about a missing C++ compiler"),
     PrivateName("torch._inductor.config:_config", "settings"),
     PrivateName("torch._inductor.config:allow_buffer_reuse", "settings"),
     PrivateName("torch._inductor.codegen.wrapper:AllocateLine", "reuse of buffers"),

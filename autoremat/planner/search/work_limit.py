@@ -99,13 +99,19 @@ class WorkLimit:
 
     @contextmanager
     def beside(self, share: float) -> Iterator[WorkLimit]:
-        """Gives a further search that share of the work of a whole one, and the time that is left."""
+        """Gives a further search that share of the work of a whole one, and the time that is left.
+
+        What it leaves out counts as left out by this search, also after an error.
+        """
         further = WorkLimit(self.seconds)
         further.work *= share
         further.elapsed, further.longest = self.elapsed, self.longest
-        yield further
-        self.elapsed, self.longest = further.elapsed, further.longest
-        self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
+        try:
+            yield further
+        finally:
+            self.elapsed, self.longest = further.elapsed, further.longest
+            self.interrupted = self.interrupted or further.interrupted
+            self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
 
     def include(self, part: WorkLimit) -> None:
         """Counts the units of a search that is part of this one."""
