@@ -26,6 +26,7 @@ from autoremat.capture.builder import Alias, Builder, flatten, written_values
 from autoremat.capture.kernel_shapes import product_type, shapes_of
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
+from autoremat.ops.batch_norms import RESULTS, averages_of
 from autoremat.ops.reductions import ends_pass
 from autoremat.ops.tensors import tensor_bytes
 from autoremat.ops.work import arithmetic_of
@@ -158,6 +159,15 @@ def _overwritten_inputs(builder: Builder) -> set[int]:
     return found | written_values(builder.calls, builder.aliases)
 
 
+def _read_again(builder: Builder, node: fx.Node) -> set[int]:
+    """Returns the values that a second run of the node reads. Nobody else may read the new averages of a batch norm."""
+    averages = {value for average in averages_of(node) for value in flatten(builder.aliases.get(average))}
+    moved = set(builder.makes[node][RESULTS:])
+    readers = (reader for reader, read in builder.reads.items() if not moved.isdisjoint(read))
+    is_free = all(joint_graphs.must_be_in_forward(reader) for reader in readers)
+    return set(builder.reads[node]) - (averages if is_free else set())
+
+
 def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
     """Returns the names that the model gives to results, by op.
 
@@ -183,7 +193,7 @@ def _op(
     traits = call_cost.traits_of(node)
     if builder.may_repeat_collectives and communication.is_gathering(node):
         traits = traits & ~Trait.COLLECTIVE | Trait.GATHER
-    if overwritten.intersection(builder.reads[node]):
+    if overwritten.intersection(_read_again(builder, node)):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
     moved = call_cost.traffic_of(node, cost.moved_bytes, builder.fuses)

@@ -21,6 +21,7 @@ from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, Optio
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.agreed_profile import AgreedStep
 from autoremat.compiler.cuts import Cuts, Division
+from autoremat.compiler.dead_code import remove_dead_code
 from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.number_of_parts import FIRST, Candidate, agreed_candidates, best_trial, candidates, note_of
 from autoremat.compiler.split_budget import PlannedParts, SharedBudget, planned_together, share_out
@@ -30,7 +31,7 @@ from autoremat.options.options import Options
 from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings
-from autoremat.torch_private import autograd, split_graphs
+from autoremat.torch_private import autograd, compilers, split_graphs
 from autoremat.torch_private.dynamo import sharded_inputs
 from autoremat.torch_private.split_graphs import GradientHooks
 
@@ -66,6 +67,8 @@ def compiled_in_parts(
     if wanted == 1:
         _warn_of_hooks(hooked.values(), options, around.device)
         return None
+    if not compilers.keeps_dead_draws(patches):
+        remove_dead_code(gm)
     cuts = Cuts(gm, inputs, around.device.type)
     division = cuts.divided(wanted)
     if division.count == 1:

@@ -163,15 +163,9 @@ class CompiledBlocks(Shown):
             if self._first_steps is not None and not self._may_plan(self._first_steps):
                 with intercepted_by(self._first_steps):
                     return self._recorded(block, *args, **kwargs)
-            try:
-                return self._planned(block, *args, **kwargs)
-            except Exception as error:
-                infeasible = find_cause(error, BudgetInfeasible)
-                if infeasible is None or not self._gives_way(number, infeasible):
-                    raise
-            return self.call(number, block, args, kwargs)
+            return self._planned(block, *args, **kwargs)
 
-    def _gives_way(self, number: int, infeasible: BudgetInfeasible) -> bool:
+    def _gives_way(self, number: int | None, error: Exception) -> bool:
         """Plans again with higher peaks for the graphs of a block whose generated code does not fit its share.
 
         The peaks rise by the excess of the code.
@@ -179,7 +173,10 @@ class CompiledBlocks(Shown):
         Returns False if that was done too often, or if the code decides nothing. Raises ``BudgetInfeasible`` for the whole step
         if no choice of plans is left.
         """
-        if self._profile is None or self._options.compiler != "inductor" or self._given_way >= MOST_GIVEN_WAY:
+        infeasible = find_cause(error, BudgetInfeasible)
+        if self._profile is None or infeasible is None or number is None:
+            return False
+        if self._options.compiler != "inductor" or self._given_way >= MOST_GIVEN_WAY:
             return False
         self._given_way += 1
         log.info("the code of block %d exceeds its share: planning the blocks again", number)
@@ -224,7 +221,14 @@ class CompiledBlocks(Shown):
             if key in compiled and memory_budget is not None:
                 _warn_of_recompilation()
             compiled.add(key)
-            return backend(gm, inputs, **keywords)
+            while True:
+                try:
+                    return backend(gm, inputs, **keywords)
+                except Exception as error:
+                    # Not by another call of the block: with a graph break, what precedes this graph has run.
+                    if not self._gives_way(current_block(), error):
+                        raise
+                keywords = {**keywords, "options": {**given, "memory_budget": self._profile}}
 
         given = {key: value for key, value in self._given.items() if key != "accumulate"}  # the profile counts gradients
         options: dict[str, Any] = {**given, "memory_budget": memory_budget}

@@ -6,7 +6,7 @@ This module decides nothing about plans.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -155,6 +155,11 @@ def lays_channels_last(device_type: str) -> bool:
     library: Any = torch.backends.mkldnn
     has_library = library.enabled and library.is_available()
     return bool(device_type == "cpu" and has_library and inductor_config.layout_optimization)
+
+
+def keeps_dead_draws(config: Mapping[str, Any]) -> bool:
+    """Returns True if torch draws random numbers that nothing reads, by ``config`` or else by the present setting."""
+    return bool(config.get("fallback_random", inductor_config.fallback_random))
 
 
 def writes_wrapper_in_cpp() -> bool:
