@@ -34,6 +34,7 @@ from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import autograd, compilers, split_graphs
 from autoremat.torch_private.dynamo import sharded_inputs
 from autoremat.torch_private.split_graphs import GradientHooks
+from autoremat.torch_private.untraced import around_backward
 
 log = logging.getLogger("autoremat")
 
@@ -262,7 +263,7 @@ def checked(function: Compiled, inputs: Sequence[Any], options: Options) -> Comp
         outputs = function(*args)
         node = autograd.backward_node(outputs, args)
         if node is not None:
-            node.register_hook(lambda *_: autograd.when_backward_ends(check))
+            around_backward(node, ends=lambda *_: autograd.when_backward_ends(check))
         return outputs
 
     return call

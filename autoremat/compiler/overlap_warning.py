@@ -29,6 +29,7 @@ from autoremat.torch_private.autograd import backward_node, keeps_graph
 from autoremat.torch_private.dynamo import number_of_function
 from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.pipelining import infers_metadata
+from autoremat.torch_private.untraced import around_backward, when_dropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +146,8 @@ class Watch:
         if node is not None:
             call = _Call(graph)
             self.open[id(call)] = present
-            weakref.finalize(call, self.close, id(call)).atexit = False
-            node.register_hook(partial(call, self))
+            when_dropped(call, self.close, id(call))
+            around_backward(node, ends=partial(call, self))
         return outputs
 
     def finish(self, call: int) -> None:

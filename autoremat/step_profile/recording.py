@@ -32,6 +32,7 @@ from autoremat.step_profile.meter import Meter, Reading
 from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
 from autoremat.torch_private.processes import job
+from autoremat.torch_private.untraced import around_backward
 
 Compiled = Callable[..., Any]
 
@@ -152,8 +153,7 @@ class Recording:
 
     def follow(self, call: int, node: Node) -> None:
         """Records the begin and the end of a call's backward, whose autograd node is ``node``."""
-        node.register_prehook(partial(self.begin_backward, call))
-        node.register_hook(partial(self.end_backward, call))
+        around_backward(node, partial(self.begin_backward, call), partial(self.end_backward, call))
 
     def begin_backward(self, call: int, tangents: Sequence[torch.Tensor | None]) -> None:
         """Records the begin of a backward, as an autograd hook."""

@@ -27,6 +27,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.plans.plan import Plan
 from autoremat.torch_private.running_module import running_module
+from autoremat.torch_private.untraced import untraced
 
 LEAST_SHARE = 0.5
 """Share of the bytes of a call's result that the plan must save for eager training to save the result."""
@@ -231,8 +232,8 @@ class _Watched(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         for hook in (
-            register_module_forward_pre_hook(self.region.enter),
-            register_module_forward_hook(self.region.leave, always_call=True),
+            register_module_forward_pre_hook(untraced(self.region.enter)),
+            register_module_forward_hook(untraced(self.region.leave), always_call=True),
         ):
             self.stack.callback(hook.remove)
         self.stack.enter_context(self.inner)

@@ -11,6 +11,7 @@ from torch import fx
 from torch.autograd.graph import Node
 
 from autoremat.torch_private import compilers, names
+from autoremat.torch_private.untraced import untraced
 
 COMPILED_NODE = "CompiledFunctionBackward"
 VIEWS_DEEP = 4
@@ -72,7 +73,7 @@ def is_in_backward() -> bool:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Calls ``callback`` at the end of the running backward."""
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    engine.queue_callback(untraced(callback))
 
 
 def call_without_compiling(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from autoremat.torch_private.untraced import skip_frames_of
+
 Method = Callable[..., Any]
 
 _hooks: ContextVar[Mapping[tuple[type, str], Method]] = ContextVar("autoremat_hooks", default=types.MappingProxyType({}))
@@ -49,6 +51,7 @@ def _dispatching(owner: type, name: str) -> Method:
                 return _hooks.get().get((owner, name), method)(*args, **kwargs)
 
             vars(dispatching)["without_hooks"] = method
+            skip_frames_of(dispatching)
             is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
             setattr(owner, name, staticmethod(dispatching) if is_static else dispatching)
             present = dispatching
@@ -126,6 +129,7 @@ def _substitute(owner: Any, name: str) -> None:
         def dispatching(*args: Any, **kwargs: Any) -> Any:
             return _substitutes.get().get(key, function)(*args, **kwargs)
 
+        skip_frames_of(dispatching)
         _replaced[key] = _Replaced(function, attribute, name not in vars(owner))
         if hasattr(attribute, "__set__"):
             setattr(owner, name, property(dispatching, attribute.__set__))

@@ -233,6 +233,7 @@ NAMES = (
     PrivateName("torch._dynamo.eval_frame!_torchdynamo_orig_callable", "compilation through Dynamo"),
     PrivateName("torch._guards:CompileContext.current_compile_id", "compilation through Dynamo", "()"),
     PrivateName("torch._guards:CompileId.frame_id", "compilation through Dynamo"),
+    PrivateName("torch._dynamo.eval_frame:skip_code", "frames that Dynamo leaves alone", "code"),
     PrivateName("torch._dynamo.callback:callback_handler.end_callbacks", "compilation through Dynamo"),
     PrivateName("torch._dynamo.callback:callback_handler.start_callbacks", "compilation through Dynamo"),
     PrivateName("torch.nn:Module._call_impl", "compilation through Dynamo"),
