@@ -1,8 +1,8 @@
 """Warns if a step holds more memory than the plan of one graph counts.
 
-Each graph is planned as if it were alone, with its calls in flight. Three things add memory: further calls that are open at the
-same time, saved tensors that ``retain_graph=True`` keeps, and gradients of earlier calls of the step, of any graph. Only calls
-of the same thread on the same device count together. The backward may run in any thread.
+Each graph is planned as if it were alone, with its calls in flight. Two things add memory: further calls that are open at the
+same time, and gradients of earlier calls of the step, of any graph. Only calls of the same thread on the same device count
+together. The backward may run in any thread. :mod:`autoremat.compiler.backward_warning` judges how it runs.
 
 Calls are watched until a step has ended in which every graph was known. A graph that gradients could bring over its budget is
 watched on, because a step may have several micro-batches at any time. Otherwise a watched graph costs one more Python call
@@ -20,12 +20,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
+from autoremat.compiler.backward_warning import BackwardPeaks, Told, follow, told_of
 from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
-from autoremat.torch_private.autograd import backward_node, keeps_graph
+from autoremat.torch_private.autograd import Packed, backward_node, keeps_graph, noting_packed
 from autoremat.torch_private.dynamo import number_of_function
 from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.pipelining import infers_metadata
@@ -40,11 +42,14 @@ class Watched:
     """
 
     report: Report
+    """Without its plan, as the graph may live long."""
     by_share: bool
     is_part: bool = False
     """True if the graph is one of several of a broken function, which keep a share together."""
     function: int | None = None
     """Dynamo's number of the function."""
+    backward: BackwardPeaks | None = None
+    told: Told = field(default_factory=Told)
 
     @property
     def counts_gradients(self) -> bool:
@@ -74,20 +79,23 @@ class _Open:
     device: torch.device
     leaves: frozenset[int] = frozenset()
     thread: int = field(default_factory=threading.get_ident)
+    packed_bytes: int | None = None
+    """Bytes that hooks on saved tensors keep in place of these, such as those of ``torch.utils.checkpoint``; None without."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the call holds for its backward."""
+        return self.graph.report.saved_bytes if self.packed_bytes is None else self.packed_bytes
 
 
 class _Call:
     """One call of a graph. It is open until its backward has run or autograd drops this object."""
 
-    def __init__(self, graph: Watched) -> None:
-        self.graph = graph
 
-    def __call__(self, watch: Watch, *_: Any) -> None:
-        """Closes the call after its backward, as an autograd hook; judges the call if autograd keeps its saved tensors."""
-        if keeps_graph():
-            watch.judge_kept(self.graph)
-        else:
-            watch.finish(id(self))
+def _ended(call: _Call, watch: Watch, *_: Any) -> None:
+    """Ends the call after its backward, as an autograd hook, unless autograd keeps its saved tensors."""
+    if not keeps_graph():
+        watch.finish(id(call))
 
 
 @dataclass
@@ -97,10 +105,10 @@ class PartsOfStep:
     peak_bytes: int = 0
     limit_bytes: int = 0
 
-    def note(self, running: Report, earlier: list[Report]) -> None:
-        """Counts a call of ``running`` beside the open calls of ``earlier``, under our plans and without this package."""
-        held = sum(one.saved_bytes for one in earlier)
-        without_us = sum(one.reference_saved_bytes or 0 for one in earlier) + (running.reference_bytes or 0)
+    def note(self, running: Report, earlier: list[_Open]) -> None:
+        """Counts a call of ``running`` beside the open calls ``earlier``, under our plans and without this package."""
+        held = sum(one.held_bytes for one in earlier)
+        without_us = sum(one.graph.report.reference_saved_bytes or 0 for one in earlier) + (running.reference_bytes or 0)
         own = max(int((running.budget_share or 0.0) * without_us), running.budget_bytes or 0)
         self.peak_bytes, self.limit_bytes = max(self.peak_bytes, held + running.peak_bytes), max(self.limit_bytes, own)
 
@@ -140,14 +148,19 @@ class Watch:
         self.judge(present, graph.report.peak_bytes)
         self.gradients.note(leaves, graph.function)
         if graph.is_part:
-            self.parts.note(graph.report, [one.graph.report for one in self._open_beside(present) if one.graph.is_part])
-        outputs = compiled(*args)
+            self.parts.note(graph.report, [one for one in self._open_beside(present) if one.graph.is_part])
+        with noting_packed() as packed:
+            outputs = compiled(*args)
+        if packed is not None:
+            present = replace(present, packed_bytes=packed.kept_bytes(args))
+            self.judge_copies(graph.report, packed)
         node = backward_node(outputs, args)
         if node is not None:
-            call = _Call(graph)
+            call = _Call()
             self.open[id(call)] = present
             when_dropped(call, self.close, id(call))
-            around_backward(node, ends=partial(call, self))
+            around_backward(node, ends=partial(_ended, call, self))
+            _follow(graph, node, args)
         return outputs
 
     def finish(self, call: int) -> None:
@@ -183,7 +196,7 @@ class Watch:
         here = self._open_beside(present)
         own = [one for one in here if one.graph is graph]
         earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
-        held = sum(one.graph.report.saved_bytes for one in earlier)
+        held = sum(one.held_bytes for one in earlier)
         to_own, to_others = self.gradients.live_bytes(present.device, present.leaves, graph.function, bool(here))
         if budget is None:
             return
@@ -202,16 +215,16 @@ class Watch:
         self.gradients.forget()
         self.parts = PartsOfStep()
 
-    def judge_kept(self, graph: Watched) -> None:
-        """Warns if the saved tensors that ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
-        budget, saved, peak = graph.report.budget_bytes, graph.report.saved_bytes, graph.report.peak_bytes
-        if budget is None or peak + saved <= budget or not self.active:
+    def judge_copies(self, report: Report, packed: Packed) -> None:
+        """Warns if what hooks copy of the saved tensors brings the forward, at its end, over the budget."""
+        copied, held = packed.copied_bytes, report.held_bytes
+        if report.budget_bytes is None or held + copied <= report.budget_bytes or not copied:
             return
         self.end()
         _warn(
-            f"a backward with retain_graph=True keeps the {format_bytes(saved)} that were saved for it, which the plan of "
-            f"{format_bytes(peak)} frees one after the other: the step needs up to {format_bytes(peak + saved)}, over the "
-            f"budget of {format_bytes(budget)}. Sum the losses and call backward once, or lower memory_budget by as much"
+            f"hooks on saved tensors, such as save_on_cpu, copy {format_bytes(copied)} of what a compiled forward saves and "
+            f"returns: with its {format_bytes(held)} that is {format_bytes(held + copied)}, over the budget of "
+            f"{format_bytes(report.budget_bytes)}. Leave the hooks out: a plan takes their place"
         )
 
 
@@ -224,7 +237,7 @@ def _device_of(args: Iterable[Any]) -> torch.device:
 def _of_open_calls(present: _Open, earlier: Collection[_Open], peak: int, more: int) -> str:
     """Returns the text about ``earlier`` calls that are open, and about ``more`` bytes of gradients beside them."""
     graph, counted = present.graph, present.graph.report.in_flight - 1
-    held = sum(one.graph.report.saved_bytes for one in earlier)
+    held = sum(one.held_bytes for one in earlier)
     calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
     if counted:
         calls += f", beside the {counted + 1} that in_flight counts,"
@@ -272,12 +285,22 @@ def reset() -> None:
 
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:
-    """Returns ``compiled`` with its calls recorded by this process's watch."""
-    # Drops the plan, as the graph may live long.
-    graph = Watched(replace(report, plan=None, values=()), by_share, is_part, number_of_function())
+    """Returns ``compiled`` with its calls recorded by this process's watch, and its backwards looked at."""
+    kept, function = replace(report, plan=None, values=()), number_of_function()
+    graph = Watched(kept, by_share, is_part, function, BackwardPeaks.of(report, kept), told_of(function))
     _watch.add(graph)
 
     def call(*args: Any) -> Any:
-        return _watch.call(compiled, graph, args) if _watch.active else compiled(*args)
+        if _watch.active:
+            return _watch.call(compiled, graph, args)
+        outputs = compiled(*args)
+        if not graph.told.told and (node := backward_node(outputs, args)) is not None:
+            _follow(graph, node, args)
+        return outputs
 
     return call
+
+
+def _follow(graph: Watched, node: Node, args: tuple[Any, ...]) -> None:
+    if graph.backward is not None and not graph.told.told:
+        follow(graph.backward, graph.told, node, _device_of(args))

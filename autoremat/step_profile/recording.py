@@ -75,6 +75,8 @@ class Event:
     begins: bool
     tangent_bytes: int = 0
     """Bytes of the gradients that a backward receives when it begins."""
+    drops: bool = False
+    """True at the end of a forward whose saved tensors are not kept: a hook drops them, as ``torch.utils.checkpoint`` does."""
 
 
 class Recording:
@@ -144,8 +146,12 @@ class Recording:
         call = len(self.calls)
         self.calls.append(Caller(graph, current_block()))
         self.note(Event(call, backward=False, begins=True))
-        outputs = compiled(*args)
-        self.note(Event(call, backward=False, begins=False))
+        packed = None
+        try:
+            with autograd.noting_packed() as packed:
+                outputs = compiled(*args)
+        finally:  # a checkpoint ends a repeated forward by an exception, once it has all that the backward needs
+            self.note(Event(call, backward=False, begins=False, drops=packed is not None and not packed.kept_bytes(args)))
         node = autograd.backward_node(outputs, args)
         if node is not None:
             self.follow(call, node)
@@ -172,6 +178,8 @@ class Recording:
         number_of = {caller: number for number, caller in enumerate(self.callers)}
         ran = {caller: self.graphs[caller.graph].saved_bytes for caller in number_of}
         open_calls: list[int] = []
+        dropped: set[int] = set()
+        """The calls whose backward makes the saved tensors anew."""
         running: list[Event] = []
         found: list[Moment] = []
 
@@ -189,7 +197,9 @@ class Recording:
             caller = self.calls[event.call]
             if not event.begins:
                 running.remove(Event(event.call, event.backward, begins=True))
-                if not event.backward:
+                if event.drops or running:  # one within another is a forward that a backward repeats, as part of its own work
+                    dropped.add(event.call)
+                elif not event.backward:
                     open_calls.append(event.call)
                 continue
             running.append(Event(event.call, event.backward, begins=True))
@@ -198,6 +208,8 @@ class Recording:
             elif event.call in open_calls:
                 open_calls.remove(event.call)
                 own = self._own_bytes(caller.graph, event)
+            elif event.call in dropped:
+                own = self._own_bytes(caller.graph, event, saves=False)
             else:
                 continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
             others, saved = open_now()
@@ -205,11 +217,11 @@ class Recording:
                 found.append(Moment(reading.live_bytes - saved - own, others, number_of[caller], event.backward))
         return found
 
-    def _own_bytes(self, number: int, event: Event) -> int:
+    def _own_bytes(self, number: int, event: Event, saves: bool = True) -> int:
         """Returns the bytes that are live when a backward begins and that its peak counts."""
         graph = self.graphs[number]
         if not graph.planned:
             return 0
         captured = graph.planned.plan.graph
         handed = min(event.tangent_bytes, captured.tangent_bytes)
-        return graph.saved_bytes + output_bytes(captured) + handed
+        return saves * graph.saved_bytes + output_bytes(captured) + handed

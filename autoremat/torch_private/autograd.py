@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import fx
 from torch.autograd.graph import Node
 
 from autoremat.torch_private import compilers, names
+from autoremat.torch_private.tensor_identity import storage_key
 from autoremat.torch_private.untraced import untraced
 
 COMPILED_NODE = "CompiledFunctionBackward"
@@ -19,6 +21,9 @@ VIEWS_DEEP = 4
 
 AOTAutograd applies views of outputs outside of the graph. Each view adds a level.
 """
+
+VMAPS_DEEP = 3
+"""The number of ``vmap`` levels that are looked at in a batched gradient."""
 
 
 def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> Callable[..., Any]:
@@ -57,6 +62,81 @@ def _levels(tensors: Iterable[Any]) -> Iterator[list[Node]]:
 def keeps_graph() -> bool:
     """Returns True if the running backward keeps its saved tensors (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def makes_graph() -> bool:
+    """Returns True if the running backward can be differentiated again (``create_graph=True``). Only hooks can ask."""
+    return torch.is_grad_enabled()
+
+
+def gradients_at_once(gradients: Iterable[torch.Tensor | None]) -> int:
+    """Returns the number of gradients that each of ``gradients``, which a backward receives, holds: more than 1 under ``vmap``.
+
+    Torch's old ``vmap`` runs batched gradients, as by ``is_grads_batched``. No other one runs compiled code.
+    """
+    for one in gradients:
+        if one is not None and torch._C._functorch.is_legacy_batchedtensor(one):
+            count = 1
+            for level in range(1, VMAPS_DEEP + 1):
+                count *= torch._remove_batch_dim(one, level, 1, 0).shape[0]
+            return count
+    return 1
+
+
+def refuses_to_keep_graph(node: Node) -> bool:
+    """Returns True if the backward of a compiled graph raises an error when it has to keep its saved tensors.
+
+    Its code may overwrite some of them, which are *donated* to it. Torch compiles code that is made later for what is asked.
+    """
+    wrappers = "torch._functorch._aot_autograd.runtime_wrappers"
+    compiled = names.read(node, "torch.autograd.function!_forward_cls")
+    if not functorch_config.donated_buffer or names.read(compiled, f"{wrappers}!compiled_bw") is None:
+        return False
+    facts = names.read(compiled, f"{wrappers}!metadata")
+    return names.read(facts, "torch._functorch._aot_autograd.schemas:ViewAndMutationMeta.bw_donated_idxs") != []
+
+
+class Packed:
+    """The bytes that hooks on saved tensors keep on the device in place of what a call saves."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[bool, int | None], int] = {}
+
+    def note(self, saved: torch.Tensor, packed: Any) -> None:
+        """Notes that a hook keeps ``packed`` in place of ``saved``."""
+        for one in torch.utils._pytree.tree_leaves(packed):
+            if isinstance(one, torch.Tensor) and one.device == saved.device:
+                key = storage_key(one)
+                self._kept[key != storage_key(saved), key] = one.untyped_storage().nbytes()
+
+    def kept_bytes(self, inputs: Iterable[Any]) -> int:
+        """Returns all bytes that the hooks keep, except ``inputs``."""
+        known = {storage_key(one) for one in inputs if isinstance(one, torch.Tensor)}
+        return sum(size for (is_copy, key), size in self._kept.items() if is_copy or key not in known)
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes of copies."""
+        return sum(size for (is_copy, _), size in self._kept.items() if is_copy)
+
+
+@contextlib.contextmanager
+def noting_packed() -> Iterator[Packed | None]:
+    """Yields what the present hooks on saved tensors keep of those that the body saves; None without such hooks."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield None
+        return
+    pack, unpack = hooks
+    found = Packed()
+
+    def noting(saved: torch.Tensor) -> Any:
+        packed = pack(saved)
+        found.note(saved, packed)
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(noting, unpack):
+        yield found
 
 
 def backward_number() -> int | None:
@@ -114,6 +194,12 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
                 seen.add(following)
                 stack.append(following)
     return list(found.values())
+
+
+def own_leaves(node: Node) -> list[torch.Tensor]:
+    """Returns the leaf tensors to which the backward of ``node`` itself hands gradients."""
+    accumulating = names.resolve("torch._C:_functions.AccumulateGrad")
+    return [following.variable for following, _ in node.next_functions if isinstance(following, accumulating)]
 
 
 def hooks_after_gradients(leaf: torch.Tensor) -> list[Callable[..., Any]]:

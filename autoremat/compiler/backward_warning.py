@@ -1,0 +1,164 @@
+"""Warns if a backward runs in a way in which its plan does not hold, before it runs.
+
+A plan counts a backward of one gradient that frees what was saved for it. Three things add memory: ``retain_graph=True`` and
+``create_graph=True`` keep the saved tensors, ``is_grads_batched`` makes every tensor several times as large, and a further
+backward of a call runs beside the gradients of the earlier ones. Each can begin in any step, so every call is looked at, by
+two hooks on its autograd node, until its function was warned of.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.units import format_bytes
+from autoremat.device_memory.inventory import Inventory
+from autoremat.planner.memory.backward_bytes import BackwardBytes
+from autoremat.planner.memory.caching_allocator import ROUNDING
+from autoremat.report.report import Report
+from autoremat.torch_private import autograd
+from autoremat.torch_private.dynamo import until_reset
+from autoremat.torch_private.untraced import around_backward
+
+ANEW = "Call the function once for each backward"
+"""The remedy for what repeated backwards of one call keep."""
+
+
+@dataclass
+class Told:
+    """Whether a function was warned of. Its recompilations share this object."""
+
+    told: bool = False
+    is_valid: Callable[[], bool] = field(default_factory=until_reset)
+    """False after a reset of torch, which numbers functions anew."""
+
+
+_told: dict[int, Told] = {}
+
+
+def told_of(function: int | None) -> Told:
+    """Returns what the graphs of a function share, by Dynamo's number; a new object outside of Dynamo."""
+    if function is None:
+        return Told()
+    if function not in _told or not _told[function].is_valid():
+        _told[function] = Told()
+    return _told[function]
+
+
+@dataclass(frozen=True)
+class BackwardPeaks:
+    """The peaks that backwards of one graph have."""
+
+    report: Report
+    """Without its plan."""
+    bytes: BackwardBytes | None
+    """None if the plan is lost: a record of an earlier process may lack it."""
+
+    @classmethod
+    def of(cls, report: Report, without_plan: Report) -> BackwardPeaks:
+        """Returns the peaks for ``report``. Only ``without_plan``, the same report, is kept."""
+        return cls(without_plan, None if report.plan is None else BackwardBytes.of(report.plan.timeline))
+
+    def peak(self, gradients: int, keeps_graph: bool) -> int:
+        """Returns the peak of a backward of so many gradients at once; an upper bound if the plan is lost."""
+        excess = self.report.peak_bytes - self.report.predicted_peak_bytes  # of generated code
+        if self.bytes is None:
+            return gradients * self.report.peak_bytes + keeps_graph * self.report.saved_bytes
+        return self.bytes.peak(gradients, keeps_graph) + excess
+
+    def gradients_within(self, budget: int) -> int:
+        """Returns the most gradients at once that are within the budget; 1 if that is unknown."""
+        return 1 if self.bytes is None else self.bytes.gradients_within(budget)
+
+
+class Backwards:
+    """The backwards of one call. ``begins`` and ``ended`` are hooks on its autograd node."""
+
+    def __init__(self, peaks: BackwardPeaks, told: Told, node: Node, device: torch.device) -> None:
+        self.peaks, self.told, self.device = peaks, told, device
+        self._node = weakref.ref(node)  # the node holds this object
+        self._bare: list[weakref.ref[torch.Tensor]] | None = None
+        """Leaves without a gradient when the first backward began that keeps its graph; None before."""
+        self._gradients: list[weakref.ref[torch.Tensor]] = []
+        """The gradients of such backwards. Callers of ``torch.autograd.grad`` may hold them."""
+
+    def begins(self, received: Sequence[torch.Tensor | None]) -> None:
+        """Warns if the backward that begins now needs more than the budget."""
+        keeps, count = autograd.keeps_graph(), autograd.gradients_at_once(received)
+        if self.told.told or not (keeps or count > 1 or self._bare is not None):
+            return
+        node = self._node()
+        if node is None or (keeps and autograd.refuses_to_keep_graph(node)):
+            return  # torch raises its own error
+        beside = self._live_bytes()
+        if keeps and self._bare is None:
+            self._bare = [weakref.ref(leaf) for leaf in autograd.own_leaves(node) if leaf.grad is None]
+        budget, need = self.peaks.report.budget_bytes, self.peaks.peak(count, keeps) + beside
+        if budget is not None and need > budget:
+            self.told.told = True
+            message = _message(self.peaks, need, count, beside, keeps)
+            warnings.warn(message, BudgetWarning, stacklevel=2)
+
+    def ended(self, gradients: Iterable[torch.Tensor | None], *_: Any) -> None:
+        """Notes the gradients of a backward that keeps its graph: another one may follow."""
+        if autograd.keeps_graph() and not self.told.told:
+            self._gradients += [weakref.ref(one) for one in gradients if one is not None]
+
+    def _live_bytes(self) -> int:
+        """Returns the bytes of the gradients of earlier backwards of the call that are alive."""
+        held = [one for reference in self._gradients if (one := reference()) is not None]
+        leaves = [leaf for reference in self._bare or () if (leaf := reference()) is not None]
+        summed = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return Inventory(self.device.type, ROUNDING if self.device.type == "cuda" else 1).bytes_of([*held, *summed])
+
+
+def follow(peaks: BackwardPeaks, told: Told, node: Node, device: torch.device) -> None:
+    """Watches the backwards of a call, whose autograd node is ``node``."""
+    backwards = Backwards(peaks, told, node, device)
+    around_backward(node, backwards.begins, backwards.ended)
+
+
+def _message(peaks: BackwardPeaks, need: int, count: int, beside: int, keeps: bool) -> str:
+    """Returns the text about a backward of ``count`` gradients that needs ``need`` bytes, ``beside`` of them of earlier ones."""
+    report, budget = peaks.report, peaks.report.budget_bytes or 0
+    ways = []
+    if count > 1:
+        ways.append(f"computes {count} gradients at once")
+    if keeps:
+        by = "create_graph=True" if autograd.makes_graph() else "retain_graph=True"
+        ways.append(f"keeps what was saved for it ({by}), up to {format_bytes(report.saved_bytes)}")
+    if beside:
+        ways.append(f"runs beside the {format_bytes(beside)} of gradients that earlier ones of the same call left")
+    bound = "up to " if peaks.bytes is None or count > 1 else ""
+    further = f", and a further one the gradients of this one beside that, {format_bytes(count * report.gradient_bytes)}"
+    return (
+        f"a backward {' and '.join(ways)}: it needs {bound}{format_bytes(need)}, where its plan counts "
+        f"{format_bytes(report.peak_bytes)}, over the budget of {format_bytes(budget)}{further if keeps else ''}. "
+        f"{_remedy(peaks, need, count, keeps)}"
+    )
+
+
+def _remedy(peaks: BackwardPeaks, need: int, count: int, keeps: bool) -> str:
+    if keeps and autograd.makes_graph():
+        return (
+            "torch.compile has no second derivative of a compiled function. Compile the whole loss, and take the inner "
+            "gradient there by torch.func.grad"
+        )
+    report, budget = peaks.report, peaks.report.budget_bytes or 0
+    if count > 1:
+        most = peaks.gradients_within(budget)
+        fewer = f"Take at most {most} at once, each time from a call of its own" if most > 1 else ANEW
+    else:
+        fewer = ANEW
+    lower, least = budget - (need - report.peak_bytes), report.minimum_peak_bytes + report.code_headroom_bytes
+    if lower >= least:
+        return f"{fewer}, or leave room: memory_budget={lower}"
+    room = f"{format_bytes(max(lower, 0))} would be left for the plan, and its least is {format_bytes(least)}"
+    return f"{fewer}, or give more memory: no lower memory_budget makes room, because {room}"
