@@ -295,7 +295,8 @@ def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt],
         if halves := codes.note(least.headroom_bytes, {}):
             reserved = planned.count.code_report(planned.plan, halves)
             remedies = (expandable_remedy(reserved, report.budget_bytes or 0), *remedies)
-    return infeasible(
+    error = infeasible(
         planning, request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes, remedies, allocated,
         plan_file=planned.plan_file,
     )  # fmt: skip
+    return error.asked_as(report.budget_share, report.reference_bytes)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 from autoremat.basics.progress import status_if_slow
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.forms import warn_of_unused_forms
@@ -88,22 +89,28 @@ def explain(
     peak of its code. This takes several times as long. For a GPU by name it needs the package triton. For a device that is
     present it happens by itself if the budget is within 5 % of the minimum peak. Only the code can decide there.
 
-    Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
-    With ``advice``, at most six other plans of a step that does not fit follow: under remedies, and in micro-batches. The error
-    ends with the cheapest that fits, and ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
+    Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced. An
+    infeasible share is a ``BudgetWarning`` with the text of that error. With ``advice``, at most six other plans of a step that
+    does not fit follow: under remedies, and in micro-batches. The text ends with the cheapest that fits, and
+    ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
     """
     parsed = Options.parse(options, None, compilers.inductor_config_names)
 
     def explained(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Report:
         return explain_by(model_or_fn, args, kwargs, options, device)
 
+    is_wish = isinstance(parsed.memory_budget, float) and parsed.on_infeasible is None
+    strict = replace(parsed, on_infeasible="raise") if is_wish else parsed
     with status_if_slow("explaining the step", shown=parsed.progress):
         try:
-            return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
+            return explain_by(model_or_fn, args, kwargs, strict, device, lower)
         except BudgetInfeasible as error:
             if advice:
-                error.advised(advise(explained, parsed, args, kwargs, error))
-            raise
+                error.advised(advise(explained, strict, args, kwargs, error))
+            if not is_wish:
+                raise
+            warnings.warn(f"{error}", BudgetWarning, stacklevel=2)
+        return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
 
 
 def explain_by(

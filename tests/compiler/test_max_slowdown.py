@@ -190,7 +190,7 @@ def test_beside_a_budget_of_memory_it_bounds_the_time():
 
 def test_the_error_names_both_figures_and_either_helps():
     with pytest.raises(BudgetInfeasible) as raised:
-        explained(memory_budget=0.5, max_slowdown=0.01)
+        explained(memory_budget=0.5, max_slowdown=0.01, on_infeasible="raise")
     error = raised.value
     assert error.max_slowdown == 0.01
     assert error.least_slowdown > 0.01
