@@ -332,7 +332,7 @@ def best_effort_message(subject: str, needed_bytes: int, budget: int, share: flo
         return f"{needs}: nothing smaller was found, and it runs anyway"
     return (
         f"{needs} (memory_budget={share:g}, {share_text(share, reference)}): nothing smaller was found, and it runs at that "
-        f"peak. The least share that works is {least_share(needed_bytes, reference):g}. autoremat.explain tells what else helps; "
+        f"peak. The least share that works is {least_share(needed_bytes, reference):g}. autoremat.explain tells more; "
         'on_infeasible="raise" makes an infeasible share an error'
     )
 
