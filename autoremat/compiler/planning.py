@@ -11,17 +11,10 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, find_within, judged
 from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import no_plan_fits
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.plan_report import ReportedPlan, report_of
-from autoremat.compiler.reference import (
-    Reference,
-    budget_of,
-    find_soft_budget,
-    layout_copies_bytes,
-    plan_without_us,
-    reference_of,
-)
+from autoremat.compiler.reference import budget_of, find_soft_budget, layout_copies_bytes, plan_without_us, reference_of
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.compiler.tiling import choose_parts
 from autoremat.planner.constraints import policies
