@@ -126,7 +126,7 @@ def follow(peaks: BackwardPeaks, told: Told, node: Node, device: torch.device) -
 
 
 def _message(peaks: BackwardPeaks, need: int, count: int, beside: int, keeps: bool) -> str:
-    """Returns the text about a backward of ``count`` gradients that needs ``need`` bytes, ``beside`` of them of earlier ones."""
+    """Returns the text about a backward of ``count`` gradients that needs ``need`` bytes, ``beside`` of them of others."""
     report, budget = peaks.report, peaks.report.budget_bytes or 0
     ways = []
     if count > 1:

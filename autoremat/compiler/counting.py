@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoremat.basics.errors import OptionWarning
@@ -67,6 +67,13 @@ class Count:
         With both halves, it is the peak of the backward.
         """
         return unsplit_bytes(_of_halves(halves).beside(beside_sizes(plan.timeline)), self.settings)
+
+    def bytes_beside(self, halves: Mapping[bool, HalfAllocations], beside: Sequence[int], allocated: int) -> int:
+        """Returns the counted bytes of generated code of ``allocated`` bytes, with further allocations ``beside`` it."""
+        step = _of_halves(halves)
+        if not self.is_bounded:
+            return allocated + unsplit_bytes(step.beside(beside), self.settings)
+        return reserved_bytes(step.beside([self.code_headroom_bytes, *beside]), self.settings)
 
     def code_report(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> Reserved:
         """Returns all figures of the generated code of ``plan``."""

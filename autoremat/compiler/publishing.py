@@ -27,9 +27,14 @@ PART = (
 )
 """Note in the reports of the graphs of a broken function under a share."""
 
+EVALUATION = ". All modules with its parameters are in evaluation mode: torch.no_grad() around evaluation needs no backward"
+"""What a warning of an infeasible budget adds in evaluation with gradients on."""
 
-def published(compiled: Compiled, report: Report | None, request: Request, note: str = "") -> Compiled:
+
+def published(compiled: Compiled, report: Report | None, request: Request, note: str = "", excuse: str = "") -> Compiled:
     """Registers and logs ``report``, with ``note`` if that is not empty, and returns ``compiled``.
+
+    ``excuse`` ends the warning of a step over its budget.
 
     The returned callable compares its transfers with the plan. It is watched for other open calls if the graph has a budget of
     its own. Warns with ``BudgetWarning`` if the step exceeds the budget, or if compiled autograd traces its backward anew.
@@ -47,8 +52,10 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             ", ".join(report.unknown_workspaces),
         )
     if not report.within_budget and report.budget_bytes is not None and not request.is_part:
-        message = best_effort_message("the step", report.counted_bytes, report.budget_bytes)
-        warnings.warn(message, BudgetWarning, stacklevel=2)
+        message = best_effort_message(
+            "the step", report.counted_bytes, report.budget_bytes, report.budget_share, report.reference_bytes or 0
+        )
+        warnings.warn(message + excuse, BudgetWarning, stacklevel=2)
     warn_of_unused_forms(report.unused_forms)
     if not report.keeps_time:
         warnings.warn(

@@ -120,7 +120,7 @@ def _limits_on_device(limits: Limits, ledger: DeviceBudget, options: Options) ->
 
     Raises ``DeviceTooSmall`` if the ledger alone exceeds the device, or warns of it if the best effort is asked for.
     """
-    if options.on_infeasible == "raise":
+    if options.on_infeasible != "best_effort":
         ledger.check()
     elif not ledger.fits(1):
         needed = format_bytes(ledger.device_bytes(1) + ledger.reserve_bytes)
@@ -164,6 +164,8 @@ def _of_share(share: Share | None, profile: StepProfile, options: Options, aroun
         )
     advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
     limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, advice=advice)
+    if not (profile.must_fit or options.on_infeasible):
+        options = replace(options, on_infeasible="best_effort")
     return _with_ledger(Request.of(options, limits, OpenCalls()), profile)
 
 

@@ -107,6 +107,7 @@ class CompiledBlocks(Shown):
             raise OptionsError("compile_blocks counts the calls that are open at once itself: leave out in_flight")
         self.blocks, self.variants = tuple(blocks), variants
         self._profile: StepProfile | None = None
+        self._must_fit = True
         self._without_plan = self._compiled(memory_budget=None)
         self.profile_again()
         for number, block in enumerate(self.blocks):
@@ -139,8 +140,10 @@ class CompiledBlocks(Shown):
         if self._profile is None:
             raise StepProfileError("the step is not measured yet: run two training steps, or pass step=... to compile_blocks")
         self._given_way = 0
-        self._use(self._profile.within(memory_budget))
-        return self._profile
+        profile = self._profile.within(memory_budget)
+        self._must_fit = profile.must_fit
+        self._use(replace(profile, must_fit=True))
+        return profile
 
     def line(self) -> str:
         """Returns the one-line representation."""
@@ -171,18 +174,24 @@ class CompiledBlocks(Shown):
         The peaks rise by the excess of the code.
 
         Returns False if that was done too often, or if the code decides nothing. Raises ``BudgetInfeasible`` for the whole step
-        if no choice of plans is left.
+        if no choice of plans is left. Under a share of the reference peak, the code runs as it is instead.
         """
         infeasible = find_cause(error, BudgetInfeasible)
-        if self._profile is None or infeasible is None or number is None:
-            return False
-        if self._options.compiler != "inductor" or self._given_way >= MOST_GIVEN_WAY:
+        if self._profile is None or infeasible is None or number is None or self._options.compiler != "inductor":
             return False
         self._given_way += 1
         log.info("the code of block %d exceeds its share: planning the blocks again", number)
         least, most = HIGHER_PEAKS
         excess = min(max(infeasible.minimum_bytes / infeasible.budget_bytes - 1, least), most)
-        higher = self._profile.step.with_higher_peaks(number, excess).shared_out(self._profile.budget_bytes)
+        try:
+            if self._given_way > MOST_GIVEN_WAY:
+                raise infeasible
+            higher = self._profile.step.with_higher_peaks(number, excess).shared_out(self._profile.budget_bytes)
+        except BudgetInfeasible:
+            if self._must_fit:
+                raise
+            self._use(replace(self._profile, must_fit=False))
+            return True
         self._use(replace(higher, device_ledger=self._profile.device_ledger))
         return True
 
@@ -200,7 +209,9 @@ class CompiledBlocks(Shown):
     def _plan(self, found: Step) -> None:
         """Divides the budget of the options among the graphs of the measured step."""
         request = request_of(self._options, Surroundings(torch.device(found.device)))
-        self._use(agreed_profile(found, request, "the profile of blocks", settles_as="the step"))
+        profile = agreed_profile(found, request, "the profile of blocks")
+        self._must_fit = profile.must_fit
+        self._use(replace(profile, must_fit=True))  # other shares are tried before code over its share runs
 
     def _use(self, profile: StepProfile) -> None:
         """Makes the blocks follow their plans in ``profile`` from their next calls on."""

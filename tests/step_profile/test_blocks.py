@@ -124,7 +124,12 @@ def test_without_a_step_an_impossible_budget_is_an_error_in_the_third_step():
         assert raised.value.budget_bytes == 1000 < raised.value.minimum_bytes
     blocks = autoremat.compile_blocks(model.layers, 1000, options={**EAGER, "on_infeasible": "best_effort"})
     train(model, inputs, 2)
-    with pytest.warns(BudgetWarning, match="best_effort"):
+    with pytest.warns(BudgetWarning, match="over its budget"):
+        train(model, inputs, 1)
+    assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
+    blocks = autoremat.compile_blocks(model.layers, 0.05, options=EAGER)
+    train(model, inputs, 2)
+    with pytest.warns(BudgetWarning, match="memory_budget=0.05, 5 % of .* least share that works"):
         train(model, inputs, 1)
     assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
 
