@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import warnings
 
 import torch
 from torch.optim import Optimizer
 
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable
+from autoremat.basics.warn import warn_user
 from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of, unwrapped
 from autoremat.planner.memory.caching_allocator import ROUNDING
@@ -35,11 +35,10 @@ def rows_to_come(device: torch.device) -> tuple[LedgerRow, ...]:
     try:
         memory = optimizer_memory(optimizers, device.type, rounding)
     except OptimizerUnpredictable as error:
-        warnings.warn(
+        warn_user(
             f'memory_budget="auto" hands out all free memory, because the optimizer\'s state is unknown: {error}. Pass '
             'memory_budget=autoremat.device_budget("auto", model, optimizer)',
             BudgetWarning,
-            stacklevel=2,
         )
         return ()
     if memory.state_bytes <= memory.existing_bytes:
