@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,10 +59,8 @@ def test_the_innermost_frame_of_another_package_is_named(module):
 
 def test_without_a_frame_of_the_user_the_warning_comes_all_the_same():
     frames = inside("torch.a", inside("autoremat.b", functools.partial(warn_user, "text", OptionWarning)))
-    with pytest.warns(OptionWarning, match="text"):
-        thread = threading.Thread(target=frames)
-        thread.start()
-        thread.join()
+    with ThreadPoolExecutor(1, initializer=frames) as pool, pytest.warns(OptionWarning, match="text"):
+        pool.submit(int).result()
 
 
 def test_a_line_warns_once_by_default():
