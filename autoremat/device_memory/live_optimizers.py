@@ -29,7 +29,8 @@ def live_optimizers(device: torch.device) -> list[Optimizer]:
 def rows_to_come(device: torch.device) -> tuple[LedgerRow, ...]:
     """Returns the ledger's rows for the memory that live optimizers will allocate on ``device``; empty if there is none.
 
-    Those of other models count too, for their state takes the same free memory. Warns with ``BudgetWarning`` if the memory of an optimizer cannot be predicted.
+    Those of other models count too, for their state takes the same free memory. Warns with ``BudgetWarning`` if the memory of
+    an optimizer cannot be predicted.
     """
     optimizers = live_optimizers(device)
     if not optimizers:
