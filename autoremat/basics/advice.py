@@ -56,6 +56,8 @@ class Advice:
     """The plans that were tried, in sequence."""
     otherwise: str = ""
     """What to do if none of them fits."""
+    failed: tuple[str, ...] = ()
+    """What could not be tried because of an error, each with that error."""
 
     @property
     def fitting(self) -> tuple[Trial, ...]:
@@ -76,4 +78,5 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [(one.settings, one.figures, "" if one.fits else "does not fit") for one in self.trials]
-        return "\n".join([*(["Tried:", *aligned(rows, "<<<"), ""] if rows else []), self.sentence])
+        failed = [f"Could not be tried: {one}" for one in self.failed]
+        return "\n".join([*(["Tried:", *aligned(rows, "<<<"), ""] if rows else []), *failed, self.sentence])

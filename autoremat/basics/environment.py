@@ -2,9 +2,9 @@
 
 import difflib
 import os
-import warnings
 
 from autoremat.basics.errors import OptionWarning
+from autoremat.basics.warn import warn_user
 
 PREFIX = "AUTOREMAT_"
 BUDGET, COST_MODEL, POLICY = "AUTOREMAT_MEMORY_BUDGET", "AUTOREMAT_COST_MODEL", "AUTOREMAT_POLICY"
@@ -28,8 +28,6 @@ def warn_of_unknown() -> None:
         _refused.add(name)
         nearest = difflib.get_close_matches(name[len(PREFIX) :], [known[len(PREFIX) :] for known in KNOWN], n=1)
         hint = f"Is {PREFIX}{nearest[0]} meant?" if nearest else "None of these names is close."
-        warnings.warn(
-            f"the environment variable {name} has no effect: nothing reads it. {hint} Known: {', '.join(KNOWN)}",
-            OptionWarning,
-            stacklevel=2,
+        warn_user(
+            f"the environment variable {name} has no effect: nothing reads it. {hint} Known: {', '.join(KNOWN)}", OptionWarning
         )

@@ -12,7 +12,6 @@ pure also begins the backward, if it follows the forward's last op.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import fx
 
 from autoremat.basics.errors import CaptureError, OptionWarning
+from autoremat.basics.warn import warn_user
 from autoremat.capture import call_cost, communication
 from autoremat.capture.builder import Alias, Builder, flatten, written_values
 from autoremat.capture.kernel_shapes import product_type, shapes_of
@@ -87,11 +87,10 @@ def device_rates(device: torch.device, cuda_name: str | None) -> Device:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
     if device.type not in ("cpu", "cuda") and device.type not in _unknown_kinds:
         _unknown_kinds.add(device.type)
-        warnings.warn(
+        warn_user(
             f"the device {device.type} is planned as a middling CUDA card: seconds, workspaces and the peak are a guess, for "
             "autoremat has been tried on CPUs and CUDA cards only. Compare the step's peak with the allocator's own figure",
             OptionWarning,
-            stacklevel=2,
         )
     return cuda_device(cuda_name)
 

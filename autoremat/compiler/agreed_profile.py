@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from autoremat.agreement.joining import session_at
 from autoremat.agreement.session import Parts, grouped
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, best_effort_message
+from autoremat.basics.warn import warn_user
 from autoremat.planner.multigraph.step_profile import Step, StepProfile
 from autoremat.request.request import Request
 
@@ -69,7 +69,7 @@ def profile_within(agreed: AgreedStep, request: Request, settles_as: str) -> Ste
             if request.must_fit:
                 raise error.asked_as(share, reference) from None
             message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes, share, reference)
-            warnings.warn(message, BudgetWarning, stacklevel=6)
+            warn_user(message, BudgetWarning)
             profile = step.shared_out(error.minimum_bytes)
     profile = replace(profile, must_fit=request.must_fit)
     return profile if limits.ledger is None else replace(profile, device_ledger=limits.ledger.of_step(profile.peak_bytes))

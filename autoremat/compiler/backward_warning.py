@@ -8,7 +8,6 @@ two hooks on its autograd node, until its function was warned of.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch.autograd.graph import Node
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.device_memory.inventory import Inventory
 from autoremat.planner.memory.backward_bytes import BackwardBytes
 from autoremat.planner.memory.caching_allocator import ROUNDING
@@ -104,7 +104,7 @@ class Backwards:
         if budget is not None and need > budget:
             self.told.told = True
             message = _message(self.peaks, need, count, beside, keeps)
-            warnings.warn(message, BudgetWarning, stacklevel=2)
+            warn_user(message, BudgetWarning)
 
     def ended(self, gradients: Iterable[torch.Tensor | None], *_: Any) -> None:
         """Notes the gradients of a backward that keeps its graph: another one may follow."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from functools import partial
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler import records
 from autoremat.compiler.attempts import (
@@ -182,7 +182,7 @@ def _reference(source: GraphSource, request: Request, record: Record | None, may
 def _known_report(record: Record) -> Report | None:
     """Returns the report of an earlier process, and repeats its warnings."""
     for message in () if record.report is None else record.report.constraint_warnings:
-        warnings.warn(message, ConstraintWarning, stacklevel=3)
+        warn_user(message, ConstraintWarning)
     return record.report
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.planner.memory.allocations import Allocations, HalfAllocations, beside_sizes, joined, simulated
 from autoremat.planner.memory.allocator_settings import AllocatorSettings
@@ -157,8 +157,6 @@ def warn_without_effect(request: Request, device_type: str) -> None:
     """Warns with ``OptionWarning`` if reserved bytes are asked for and not counted."""
     reason = _lacks_effect(request.limits, device_type) if request.count == "reserved" else ""
     if reason:
-        warnings.warn(
-            f'count="reserved" has no effect: {reason}. A budget bounds allocated bytes there; leave count out',
-            OptionWarning,
-            stacklevel=3,
+        warn_user(
+            f'count="reserved" has no effect: {reason}. A budget bounds allocated bytes there; leave count out', OptionWarning
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from autoremat.basics.errors import (
     unwrapped,
 )
 from autoremat.basics.progress import status_if_slow
+from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
 from autoremat.capture.capture import may_train
 from autoremat.capture.communication import may_communicate
@@ -193,5 +193,5 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
             raise planning_error(error, place) from error
         log.info("compiling a plan failed", exc_info=error)
         compiled = compilers.compile_with_inductor(gm, source.inputs, dict(source.patches), {})
-        warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)
+        warn_user(fallback_message(error, place), FallbackWarning)
         return compiled

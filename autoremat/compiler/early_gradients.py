@@ -8,7 +8,6 @@ part leave before the backward of an earlier one begins. An optimizer in the bac
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.agreed_profile import AgreedStep
 from autoremat.compiler.cuts import Cuts, Division
 from autoremat.compiler.dead_code import remove_dead_code
@@ -188,17 +188,16 @@ def _warn_of_hooks(parameters: Collection[torch.Tensor], options: Options, devic
         return
     hooks = _hooks((), parameters, device)
     if hooks.bytes:
-        warnings.warn(
+        warn_user(
             f"hooks run after the backward of this graph, with all gradients live. A step of an optimizer in a hook allocates "
             f"up to {format_bytes(hooks.bytes)} beside them, so the step may exceed memory_budget. early_gradients=True runs "
             "the hooks between parts of the graph, and counts that",
             BudgetWarning,
-            stacklevel=4,
         )
 
 
 def _warn_without_effect(option: str, reason: str) -> None:
-    warnings.warn(f"{option} has no effect: {reason}", OptionWarning, stacklevel=4)
+    warn_user(f"{option} has no effect: {reason}", OptionWarning)
 
 
 def _hooks(freed: Collection[str], parameters: Collection[torch.Tensor], device: torch.device) -> GradientHooks:
@@ -243,12 +242,11 @@ class _Check:
             return
         self.is_done = True
         size = sum(parameter.numel() * parameter.element_size() for parameter in found)
-        warnings.warn(
+        warn_user(
             f"hooks_free_gradients=True, but the hooks leave {len(found)} of {len(self.parameters)} gradients after a "
             f"backward, of {format_bytes(size)} together (the first has the shape {tuple(found[0].shape)}): the step may "
             "exceed memory_budget by as much. Let each hook set .grad to None, or set hooks_free_gradients=False",
             BudgetWarning,
-            stacklevel=2,
         )
 
 

@@ -12,7 +12,6 @@ afterwards, until another graph is compiled.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from torch.autograd.graph import Node
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.backward_warning import BackwardPeaks, Told, follow, told_of
 from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
@@ -273,7 +273,7 @@ def _of_gradients(present: _Open, peak: int, more: int, to_others: int) -> str:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, BudgetWarning, stacklevel=3)
+    warn_user(message, BudgetWarning)
 
 
 _watch = Watch()

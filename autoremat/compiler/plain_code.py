@@ -7,7 +7,6 @@ apart. The code is replayed as ours is. No kernel is compiled, so it takes less 
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +14,7 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning, find_cause, is_user_error
 from autoremat.basics.progress import now
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.cache_key import fingerprint
 from autoremat.compiler.counting import Count
 from autoremat.compiler.headroom import headroom_of
@@ -77,11 +77,10 @@ def _generated(source: GraphSource, context: PlanningContext) -> Reference | Non
             if is_user_error(error) or dynamo.asks_to_restart(error):
                 raise
             log.info("no code of Inductor's own", exc_info=error)
-            warnings.warn(
+            warn_user(
                 "memory_budget is a share of a simulated peak, which can differ from what Inductor needs by a third: its code "
                 f"without autoremat could not be generated ({type(error).__name__}: {error}). Give the budget in bytes",
                 BudgetWarning,
-                stacklevel=2,
             )
     if partition.priced is None or len(halves) < 2:
         return None

@@ -7,11 +7,11 @@ the layout copies that Inductor makes. Under ``aot_eager`` torch makes the same 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.progress import now
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
 from autoremat.passes import is_layout_copy
 from autoremat.planner.plans.plan import Plan
@@ -66,12 +66,11 @@ def plan_without_us(
     planner.restart()
     if torchs is not None:
         return TORCH, torchs
-    warnings.warn(
+    warn_user(
         "the share of a budget refers to the step without recomputation, which needs more than the step without autoremat: "
         "torch's own partition of this graph could not be simulated (the logger autoremat has the reason). Give the budget "
         "in bytes",
         BudgetWarning,
-        stacklevel=2,
     )
     return BASELINE, planner.baseline
 

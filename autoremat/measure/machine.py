@@ -51,8 +51,10 @@ def checked_device(device: torch.device) -> torch.device:
 
     Cards of CUDA pass, because they can be planned for by name. Raises ``OptionsError`` for others.
     """
+    if device.type in ("cpu", "cuda", "meta"):
+        return device
     present = torch.accelerator.current_accelerator(check_available=True)
-    if device.type not in ("cpu", "cuda", "meta") and (present is None or present.type != device.type):
+    if present is None or present.type != device.type:
         known = "cpu" if present is None else f"cpu, {present.type}"
         raise OptionsError(
             f"device={str(device)!r} cannot be planned for: torch finds no such device here, only {known}. Cards that are not "

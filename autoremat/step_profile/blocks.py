@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -22,6 +21,7 @@ from autoremat.basics.errors import (
     find_cause,
 )
 from autoremat.basics.progress import now, status_if_slow
+from autoremat.basics.warn import warn_user
 from autoremat.capture.graph_key import graph_key
 from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.dynamo_backend import backend
@@ -290,10 +290,9 @@ def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 def _warn_of_recompilation() -> None:
     number = current_block()
-    warnings.warn(
+    warn_user(
         f"the graph of block {number} is compiled again, although an equal block has it: Dynamo found a difference between the "
         "two, such as a number of the layer that the forward reads. TORCH_LOGS=recompiles names it. Beyond "
         "torch._dynamo.config.recompile_limit such blocks run uncompiled and without a plan",
         BudgetWarning,
-        stacklevel=2,
     )

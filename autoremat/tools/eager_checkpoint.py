@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.plans.plan import Plan
@@ -125,11 +125,10 @@ class CheckpointContext:
         if sum(new.values()) > WORTH_SAYING * sum(self.saved.values()):
             first = next(iter(new))
             where = f"call {first.number} of {first.op} in {first.module or 'the model'}"
-            warnings.warn(
+            warn_user(
                 f"{len(new)} results that the plan saves ({format_bytes(sum(new.values()))}, the first is {where}) were not "
                 f"met in eager training and are recomputed: the model runs other ops there than the graph that was planned",
                 OptionWarning,
-                stacklevel=4,
             )
 
 
@@ -153,11 +152,10 @@ class Paths:
         prefix = best[0][0] if best else ""
         if len(best) == 2 and best[0][1] == best[1][1]:
             prefix = "(unknown)."
-            warnings.warn(
+            warn_user(
                 f"a checkpointed region begins in a {type(root).__name__} and the plan has several: nothing is saved. "
                 f"Give the model: autoremat.selective_checkpoint_context(plan, model)",
                 OptionWarning,
-                stacklevel=4,
             )
         for name, module in names.items():
             self.names.setdefault(id(module), prefix + name if name else prefix.rstrip("."))
@@ -267,9 +265,8 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
     The plan must come from a model that was compiled or explained. Source: https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     if stays := plan.schedule.stays:
-        warnings.warn(
+        warn_user(
             f"eager training saves on the device, and the plan keeps {len(stays)} saved tensors in other forms, as on the host",
             OptionWarning,
-            stacklevel=2,
         )
     return CheckpointContext(saved_calls(plan), model)

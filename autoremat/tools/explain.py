@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 from autoremat.basics.progress import status_if_slow
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
@@ -107,7 +107,7 @@ def explain(
                 error.advised(advise(explained, strict, args, kwargs, error))
             if not is_wish:
                 raise
-            warnings.warn(f"{error}", BudgetWarning, stacklevel=2)
+            warn_user(f"{error}", BudgetWarning)
         return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
 
 

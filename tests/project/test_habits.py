@@ -30,3 +30,8 @@ def test_production_code_uses_no_mocks():
 def test_one_module_names_the_variables_of_the_environment():
     found = {path.name for path in FILES for name in names_in(path) if name.startswith("'AUTOREMAT_")}
     assert found == {"environment.py"}, "it strips their values, and lists them for the warning of unknown ones"
+
+
+def test_one_function_warns_users():
+    found = {path.name for path in FILES for name in names_in(path) if name in ("warnings.warn", "warnings.warn_explicit")}
+    assert found == {"warn.py"}, "it finds the user's line"
