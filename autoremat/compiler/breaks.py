@@ -1,60 +1,93 @@
-"""Reports graph breaks, and functions that Dynamo does not trace, to the user.
+"""Tells the user of functions that Dynamo breaks or leaves alone, where no plan holds the budget.
 
-The backend receives only the graphs that Dynamo captures. Dynamo's own counters and callbacks supply the rest.
+The backend receives only the graphs that Dynamo captures. Dynamo's own counters, callbacks and errors supply the rest.
 """
 
 from __future__ import annotations
 
-import logging
+import re
 import time
+import warnings
+import weakref
 from collections import Counter
+from types import CodeType
 
 from torch import fx
 
-from autoremat.torch_private import dynamo
-
-log = logging.getLogger("autoremat")
+from autoremat.basics.checks import options_of, underscored
+from autoremat.basics.errors import BudgetWarning, unwrapped
+from autoremat.compiler.interception import active_interceptor
+from autoremat.options.options import Options
+from autoremat.report.text_tables import short_source
+from autoremat.request.budgets import is_profile
+from autoremat.torch_private import compilers, dynamo, frames
+from autoremat.torch_private.frames import Compiler, GivenUp
 
 SHOWN = 3
 """Number of reasons of graph breaks that a message lists."""
 
+BROKEN = "Dynamo broke the function"
+
 BETWEEN_GRAPHS = "the memory of code between graphs is not counted"
 
-IN_TRANSFORM = "a transform of torch.func"
+OUTSIDE_OF_GRAPHS = (
+    "Modules and functions that it calls are compiled one by one, each with that budget, where Dynamo can trace them"
+)
 
-_told: set[str] = set()
+BACKENDS = ("autoremat.compiler.dynamo_backend", "autoremat.step_profile.blocks")
+"""The modules of the backends whose budgets hold for functions of the user."""
+
+REMEDIES = {
+    dynamo.WITHOUT_RNN: "torch._dynamo.config.allow_rnn = True lets Dynamo trace it, but at an nn.LSTM on a CPU torch may fail",
+    "generator": "Compile a function that the generator calls",
+    "Backend compiler": "torch logs the compiler's error; compiler='inductor' may do",
+}
+"""What to do, by a phrase in Dynamo's reason."""
+
+REMEDY = (
+    "Take that line out of the training step, or out of its loop, `with` or `try`; or give the computation beside it a "
+    "function or a module of its own"
+)
+"""What to do otherwise."""
+
+SUPPRESSED = "torch._dynamo.config.suppress_errors = False raises the error in full"
 
 
-def what_dynamo_said(before: Counter[str] | None = None) -> str:
-    """Returns the reasons of the graph breaks since ``before`` as lines of text.
+_told: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""The functions that a warning has told of."""
 
-    The text is empty if Dynamo broke no graph and skipped no function.
+
+def what_dynamo_said(since: int = 0) -> str:
+    """Returns the reasons why Dynamo broke or left functions, as lines of text, from the reason with that number on.
+
+    The text is empty if there are none.
     """
-    breaks = dynamo.graph_breaks() - (before or Counter())
-    lines = [f"  - {dynamo.in_few_words(reason)}" for reason, _ in breaks.most_common(SHOWN)]
-    more = [f"  - and {len(breaks) - SHOWN} other reasons"] if len(breaks) > SHOWN else []
-    return "\n".join(["Dynamo broke graphs here, or left whole functions alone:", *lines, *more]) if lines else ""
+    said = list(dict.fromkeys(f"  - {_where(code)}: {text}" for code, text in frames.reasons.since(since)))
+    more = [f"  - and {len(said) - SHOWN} other reasons"] if len(said) > SHOWN else []
+    return "\n".join(["Dynamo broke graphs here, or left whole functions alone:", *said[:SHOWN], *more]) if said else ""
 
 
 def note_on(gm: fx.GraphModule) -> str:
     """Returns a note on what the report of ``gm`` does not count, if Dynamo broke the function; else an empty text."""
-    reason = dynamo.graph_break_around(gm)
-    if reason is None:
+    after = dynamo.graph_break_around(gm)
+    if after is None and not dynamo.is_called_by_a_broken_function():
         return ""
-    where = f"after this graph ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else "before this graph"
-    return f"Dynamo broke the function {where}: {BETWEEN_GRAPHS}"
+    reason = (dynamo.in_few_words(after) if after else frames.reasons.behind()).partition(". ")[0]
+    where = f"{'after' if after else 'around' if after is None else 'before'} this graph{f' ({reason})' if reason else ''}"
+    return f"{BROKEN} {where}: {BETWEEN_GRAPHS}"
 
 
 _frame_began: float | None = None
+_breaks_before: Counter[str] = Counter()
 
 
 def listen() -> None:
-    """Registers callbacks that Dynamo calls before and after each frame.
+    """Has Dynamo call back before and after each frame, and where it gives one up.
 
-    They log one warning per process if Dynamo does not trace an RNN, or a function that calls one, and one for a function
-    inside of a transform of ``torch.func``. They also note the time at which Dynamo begins a frame.
+    A function that trains without a plan, although a budget was asked for, gets one ``BudgetWarning``.
     """
     dynamo.around_each_frame(_before_a_frame, _after_a_frame)
+    frames.when_given_up(_gave_up)
 
 
 def seconds_in_dynamo() -> float:
@@ -63,26 +96,83 @@ def seconds_in_dynamo() -> float:
 
 
 def _before_a_frame(*_: object) -> None:
-    global _frame_began
-    _frame_began = time.monotonic()
-    if dynamo.runs_in_transform() and IN_TRANSFORM not in _told:
-        _told.add(IN_TRANSFORM)
-        log.warning(
-            "Dynamo compiles nothing inside of %s, as in torch.func.grad(compiled): no memory budget holds there. Compile a "
-            "function that returns its loss, and call backward() on that",
-            IN_TRANSFORM,
-        )
+    """Begins the time of the frame, and warns of one inside of a transform of ``torch.func``."""
+    global _frame_began, _breaks_before
+    _frame_began, _breaks_before = time.monotonic(), dynamo.graph_breaks()
+    found = frames.frame_in_work() if dynamo.runs_in_transform() else None
+    if found is not None:
+        code, compiler = found
+        asked = _asked(compiler)
+        if asked:
+            _warn_once(
+                code,
+                f"{asked} does not hold in {_where(code)}: Dynamo compiles nothing inside of a transform of torch.func, as in "
+                "torch.func.grad(compiled). Compile a function that returns its loss, and call backward() on that",
+            )
 
 
 def _after_a_frame(*_: object) -> None:
-    """Ends the time of the frame, and warns once if Dynamo left an RNN untraced."""
+    """Ends the time of the frame, and notes why Dynamo broke it."""
     global _frame_began
     _frame_began = None
-    found = next((reason for reason in dynamo.graph_breaks() if dynamo.WITHOUT_RNN in reason), None)
-    if found is not None and dynamo.WITHOUT_RNN not in _told:
-        _told.add(dynamo.WITHOUT_RNN)
-        log.warning(
-            "Dynamo does not trace nn.RNN, nn.GRU and nn.LSTM: no memory budget holds there, nor, in older versions of "
-            "torch, in the rest of a function that calls one. torch._dynamo.config.allow_rnn = True lets it trace them; at an "
-            "nn.LSTM on a CPU torch may then fail"
+    found = frames.frame_in_work()
+    if found is not None:
+        for reason in dynamo.graph_breaks() - _breaks_before:
+            frames.reasons.note(found[0], dynamo.in_few_words(reason))
+
+
+def _gave_up(given: GivenUp) -> None:
+    """Notes a frame that runs uncompiled, and warns if it trains and a budget was asked for."""
+    error = unwrapped(given.error)
+    full = str(error) if error is given.error else f"{type(error).__name__}: {error}"
+    reason = dynamo.in_few_words(full)
+    place = f", at {short_source(given.line)}" if given.line else ""
+    if frames.is_library(given.code.co_filename) or given.code.co_name == "<genexpr>":
+        return
+    frames.reasons.note(given.code, f"{reason}{place}")
+    asked = _asked(given.compiler)
+    if not asked or active_interceptor() is not None or not given.trains:
+        return
+    if full.startswith(frames.LIMIT):
+        limit = next(iter(re.findall(r"Limit type: (\w+)", full)), "recompile_limit")
+        number = next(iter(re.findall(r"currently set to (\d+)", full)), "")
+        text = (
+            f"{asked} no longer holds in {_where(given.code)}: Dynamo has compiled it as often as torch._dynamo.config.{limit} "
+            f"({number}) allows. Calls that no earlier graph fits run uncompiled from now on, with all that "
+            f"they call. Raise torch._dynamo.config.{limit}, pad inputs to fewer sizes, or leave out dynamic=False"
         )
+    else:
+        known = (text for phrase, text in REMEDIES.items() if phrase in full)
+        remedy = next(known, REMEDY) if given.is_refused else SUPPRESSED
+        text = (
+            f"{asked} does not hold in {_where(given.code)}, which Dynamo leaves uncompiled: {reason}{place}. "
+            f"{OUTSIDE_OF_GRAPHS}. {remedy}"
+        )
+    _warn_once(given.code, text)
+
+
+def _asked(compiler: Compiler) -> str:
+    """Returns the budget that a compiler was given, in words; empty for none, and for other compilers than ours."""
+    if getattr(compiler.backend, "__module__", "") not in BACKENDS:
+        return ""
+    given = compiler.keywords.get("options")
+    options = Options.parse(given, compiler.keywords.get("mode"), compilers.inductor_config_names)
+    if options.memory_budget is None:
+        return ""
+    budget = underscored(options_of(given)).get("memory_budget", options.memory_budget)
+    return "the step profile" if is_profile(options) else f"memory_budget={budget!r}"
+
+
+def _where(code: CodeType) -> str:
+    """Returns a function in words: its name, and where it begins."""
+    file, name = frames.function_of(code)
+    rest = "the rest of " if frames.is_rest(code) else ""
+    own = name if rest else getattr(code, "co_qualname", name).rpartition("<locals>.")[2]
+    return f"{rest}`{own}` ({short_source(file)}:{code.co_firstlineno})"
+
+
+def _warn_once(code: CodeType, text: str) -> None:
+    """Warns at the function itself, whatever calls it."""
+    if code not in _told:
+        _told.add(code)
+        warnings.warn_explicit(text, BudgetWarning, code.co_filename, code.co_firstlineno)

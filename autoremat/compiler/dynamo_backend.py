@@ -97,7 +97,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
     patches = compilers.asked_config(options)
     interceptor = active_interceptor()
     if interceptor is None:
-        warn_without_backward(gm, options, is_explicit)
+        warn_without_backward(gm, inputs, options, is_explicit)
     if not may_train(gm, inputs):
         if options.compiler == "aot_eager":
             return compilers.compile_uncompiled(gm, inputs, joint_graphs.partition_as_torch_does)

@@ -25,6 +25,7 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.backward_warning import BackwardPeaks, Told, follow, told_of
+from autoremat.compiler.breaks import BROKEN
 from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
 from autoremat.torch_private.autograd import Packed, backward_node, keeps_graph, noting_packed
@@ -104,6 +105,8 @@ class PartsOfStep:
 
     peak_bytes: int = 0
     limit_bytes: int = 0
+    why: str = ""
+    """A note on what broke the function."""
 
     def note(self, running: Report, earlier: list[_Open]) -> None:
         """Counts a call of ``running`` beside the open calls ``earlier``, under our plans and without this package."""
@@ -111,6 +114,7 @@ class PartsOfStep:
         without_us = sum(one.graph.report.reference_saved_bytes or 0 for one in earlier) + (running.reference_bytes or 0)
         own = max(int((running.budget_share or 0.0) * without_us), running.budget_bytes or 0)
         self.peak_bytes, self.limit_bytes = max(self.peak_bytes, held + running.peak_bytes), max(self.limit_bytes, own)
+        self.why = next((f" {note}." for note in running.notes if note.startswith(BROKEN)), self.why)
 
     def judge(self) -> None:
         """Warns if the step that ends now needed more than the share. The next one begins."""
@@ -119,7 +123,7 @@ class PartsOfStep:
         if peak > limit:
             _warn(
                 f"the graphs of a broken function need {format_bytes(peak)} together, over the {format_bytes(limit)} that are "
-                "the share of their reference peak: some have nothing left to recompute. Code between graphs does not count. "
+                f"the share of their reference peak: some have nothing left to recompute.{self.why} "
                 "autoremat.profile_step(function, *inputs, memory_budget=...) shares one budget among them"
             )
 

@@ -22,7 +22,7 @@ from autoremat.capture.graph_key import graph_key
 from autoremat.device_memory.live_optimizers import rows_to_come
 from autoremat.measure.machine import share_of_host_memory
 from autoremat.planner.multigraph.device_budget import LedgerRow
-from autoremat.torch_private import dynamo
+from autoremat.torch_private import dynamo, frames
 from autoremat.torch_private.pipelining import Stage, running_stage
 
 FREE_STEP = 64 * 2**20
@@ -96,7 +96,9 @@ class Surroundings:
         if self.module is None:
             return None
         reason = dynamo.graph_break_around(self.module)
-        return "" if reason is None and dynamo.is_called_by_a_broken_function() else reason
+        if reason is None and not dynamo.is_called_by_a_broken_function():
+            return None
+        return reason or frames.reasons.behind()
 
     @cached_property
     def function(self) -> int | None:

@@ -27,8 +27,7 @@ from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
-from autoremat.torch_private import autograd, compilers, names
-from autoremat.torch_private.dynamo import graph_breaks
+from autoremat.torch_private import autograd, compilers, frames, names
 
 
 def profile_step(
@@ -124,7 +123,7 @@ def _measured(
 ) -> list[Moment]:
     """Returns the moments of the step. Runs ``step`` once to trace it and once to measure it."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    breaks = graph_breaks()
+    reasons = frames.reasons.count
     for attempt in ("trace", "measure"):
         now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
@@ -134,7 +133,7 @@ def _measured(
                 _backward(loss(step()), parameters, taken.options.hooks_free_gradients)
     taken.leave_out_other_devices()
     if not any(graph.planned for graph in taken.graphs):
-        said = what_dynamo_said(breaks)
+        said = what_dynamo_said(reasons)
         raise StepProfileError(
             "nothing in this step was compiled that could be planned. If `function` only calls parts that are compiled with "
             "backend='autoremat', pass regional=True; gradients must be enabled, and something must require one"

@@ -26,10 +26,10 @@ from autoremat.basics.errors import AutorematError, CaptureError, causes
 from autoremat.basics.progress import now
 from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
-from autoremat.compiler.breaks import BETWEEN_GRAPHS, what_dynamo_said
+from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
 from autoremat.ops.tensors import tensors_in
 from autoremat.tools.target import Target, target_of
-from autoremat.torch_private import fake_tensors
+from autoremat.torch_private import fake_tensors, frames
 from autoremat.torch_private.compile_progress import tracing_is_told
 from autoremat.torch_private.dynamo import graph_breaks
 
@@ -91,7 +91,8 @@ def trace(
     resident = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*own, *given)}.values())
     recorder = _Recorder(visit(target, resident))
     notes = list(target.notes)
-    breaks = graph_breaks()
+    breaks, reasons = graph_breaks(), frames.reasons.count
+    listen()
     with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode, warnings.catch_warnings():
         if target.is_represented:  # autocast on CUDA is written into the graphs
             warnings.filterwarnings("ignore", "CUDA is not available or torch_xla is imported", UserWarning)
@@ -101,7 +102,7 @@ def trace(
         except Exception as error:  # raised by the model's code, torch's tracing or the visitor
             notes.append(_stopped(error, bool(recorder.found)))
     if not recorder.found:
-        said = what_dynamo_said(breaks)
+        said = what_dynamo_said(reasons)
         raise CaptureError(
             "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
             "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")

@@ -19,13 +19,11 @@ from torch._guards import CompileContext
 
 from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.torch_private import names
+from autoremat.torch_private.frames import RESUMED
 from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
 from autoremat.torch_private.untraced import is_untraced, untraced
-
-RESUMED = names.resolve("torch._dynamo.resume_execution:TORCH_DYNAMO_RESUME_IN_PREFIX")
-"""The prefix in the name of a function that resumes after a graph break."""
 
 BY_DDP = names.resolve("torch._dynamo.backends.distributed!DDPOptimizer intentional graph-break")
 """The begin of the reason by which torch marks a bucket of ``DistributedDataParallel`` as broken off."""

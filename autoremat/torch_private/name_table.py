@@ -233,6 +233,17 @@ NAMES = (
     PrivateName("torch._dynamo.eval_frame!_torchdynamo_orig_callable", "compilation through Dynamo"),
     PrivateName("torch._guards:CompileContext.current_compile_id", "compilation through Dynamo", "()"),
     PrivateName("torch._guards:CompileId.frame_id", "compilation through Dynamo"),
+    PrivateName("torch._dynamo.backends.distributed!backend_compile_fn", "frames that Dynamo gives up"),
+    PrivateName("torch._dynamo.convert_frame!Dynamo recompile limit exceeded", "frames that Dynamo gives up"),
+    PrivateName("torch._dynamo.convert_frame!_torchdynamo_orig_backend", "frames that Dynamo gives up"),
+    PrivateName(
+        "torch._dynamo.convert_frame:format_error_msg", "frames that Dynamo gives up", "error, code, record_filename, frame"
+    ),
+    PrivateName("torch._dynamo.convert_frame:_compile(code)", "frames that Dynamo gives up"),
+    PrivateName("torch._dynamo.convert_frame:_compile(compiler_fn)", "frames that Dynamo gives up"),
+    PrivateName("torch._dynamo.exc!real_stack", "frames that Dynamo gives up"),
+    PrivateName("torch:_TorchCompileWrapper.compiler_fn", "frames that Dynamo gives up"),
+    PrivateName("torch:_TorchCompileWrapper.kwargs", "frames that Dynamo gives up"),
     PrivateName("torch._dynamo.eval_frame:skip_code", "frames that Dynamo leaves alone", "code"),
     PrivateName("torch._dynamo.callback:callback_handler.end_callbacks", "compilation through Dynamo"),
     PrivateName("torch._dynamo.callback:callback_handler.start_callbacks", "compilation through Dynamo"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import autoremat
 from autoremat.basics.errors import OptionWarning
 from autoremat.compiler import absent_backward
-from autoremat.torch_private import dynamo, private_name
+from autoremat.torch_private import dynamo, frames, private_name
 
 BUDGET = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": "1MiB"}
 WEIGHT, X = torch.randn(8, 8), torch.randn(4, 8)
@@ -24,8 +26,8 @@ def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def nothing_yet(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(absent_backward, "_trained", set())
-    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(absent_backward, "_trained", WeakTensorKeyDictionary())
+    monkeypatch.setattr(frames, "reasons", frames.Reasons())
 
 
 def compiled(function, **options):
@@ -62,6 +64,26 @@ def test_a_function_that_requires_no_gradient_is_told_of():
 def test_a_result_that_depends_on_no_gradient_is_told_of():
     with pytest.warns(OptionWarning, match="nothing is returned that depends on one"):
         compiled(lambda x: loss(WEIGHT.clone().requires_grad_(), x).detach())(X)
+
+
+def test_a_model_that_trains_does_not_silence_another_of_the_same_code():
+    def model(width):
+        return nn.Sequential(nn.Linear(8, width), nn.Linear(width, 1))
+
+    function = compiled(model(8))
+    function(X).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OptionWarning)
+        function.requires_grad_(False)
+        function(X)
+    with pytest.warns(OptionWarning, match="has no backward"):
+        compiled(model(4).requires_grad_(False))(X)  # other sizes: Dynamo asks for a graph of its own
+    assert len(absent_backward._trained) == 4
+    del function
+    gc.collect()
+    torch.compiler.reset()
+    gc.collect()
+    assert len(absent_backward._trained) == 0
 
 
 def broken(x: torch.Tensor) -> torch.Tensor:

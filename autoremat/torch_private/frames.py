@@ -1,0 +1,228 @@
+"""Torch's private names for the frames of Python that Dynamo looks at: which it gives up, and why.
+
+A frame that Dynamo gives up runs uncompiled, and no backend hears of it. This module decides nothing about plans.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from autoremat.torch_private import names
+
+LIMIT = names.resolve("torch._dynamo.convert_frame!Dynamo recompile limit exceeded")
+"""The begin of the reason for a frame that Dynamo has compiled too often."""
+
+RESUMED = names.resolve("torch._dynamo.resume_execution:TORCH_DYNAMO_RESUME_IN_PREFIX")
+"""The prefix in the name of a function that resumes after a graph break."""
+
+LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+"""Folders of torch and of this package, whose functions are not the user's."""
+
+CODE = names.resolve("torch._dynamo.convert_frame:_compile(code)")
+COMPILER = names.resolve("torch._dynamo.convert_frame:_compile(compiler_fn)")
+"""Variables of the function in which Dynamo compiles a frame."""
+
+STANDARD = os.path.dirname(os.__file__) + os.sep
+INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+KEPT = 500
+"""Number of reasons that are kept for later messages."""
+
+DEEP, MOST = 4, 10_000
+"""The levels of containers, objects and functions that are searched for a tensor, and the most objects."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What ``torch.compile`` was given to compile a frame: a backend and its keywords."""
+
+    backend: Any
+    keywords: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Any) -> Compiler:
+        """Returns what torch's wrappers of a backend, and the one for buckets, contain."""
+        wrapped = names.resolve("torch._dynamo.convert_frame!_torchdynamo_orig_backend")
+        while (inner := getattr(function, wrapped, None)) is not None:
+            function = inner
+        divider = getattr(function, "__self__", None)
+        inner = names.read(divider, "torch._dynamo.backends.distributed!backend_compile_fn")
+        if inner is not None:
+            return cls.of(inner)
+        backend = names.read(function, "torch:_TorchCompileWrapper.compiler_fn", function)
+        return cls(backend, names.read(function, "torch:_TorchCompileWrapper.kwargs", {}))
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """A frame that Dynamo runs uncompiled because of ``error``."""
+
+    code: CodeType
+    compiler: Compiler
+    error: BaseException
+    frame: Any
+
+    @property
+    def is_refused(self) -> bool:
+        """True if Dynamo cannot trace the frame; False if it hides another error."""
+        from torch._dynamo import exc
+
+        return isinstance(self.error, (exc.Unsupported, exc.UserError))
+
+    @property
+    def line(self) -> str:
+        """The user's line that Dynamo cannot trace, as "file:line"; empty if it is unknown."""
+        stack = getattr(self.error, names.resolve("torch._dynamo.exc!real_stack"), None) or ()
+        return next((f"{one.filename}:{one.lineno}" for one in reversed(stack) if not is_library(one.filename)), "")
+
+    @property
+    def trains(self) -> bool:
+        """True if gradients are on, and something that the frame reaches requires one."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or self.frame is None:
+            return False
+        frame, left = self.frame, [MOST]
+        reached = [*frame.f_locals.values(), *_contents(frame.closure), *_used_globals(self.code, frame.f_globals)]
+        return any(_requires_gradient(value, DEEP, left) for value in reached)
+
+
+class Reasons:
+    """The latest reasons why Dynamo broke a function or gave it up, and the number of all reasons so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._latest: deque[tuple[CodeType, str]] = deque(maxlen=KEPT)
+
+    def note(self, code: CodeType, reason: str) -> None:
+        """Adds a reason that belongs to the function with that code."""
+        self.count += 1
+        self._latest.append((code, reason))
+
+    def since(self, number: int) -> list[tuple[CodeType, str]]:
+        """Returns the reasons behind the first ``number``, each with its code."""
+        latest = list(self._latest)
+        return latest[max(0, len(latest) - (self.count - number)) :]
+
+    def behind(self) -> str:
+        """Returns the latest reason for the function in work, or for one that calls it; empty if there is none."""
+        latest = {function_of(code): reason for code, reason in self._latest}
+        return next((latest[function] for function in functions_in_work() if function in latest), "")
+
+
+reasons = Reasons()
+"""The reasons of this process."""
+
+
+def is_library(file: str) -> bool:
+    """Returns True for a file of torch, of this package or of Python."""
+    return file.startswith((*LIBRARIES, "<frozen")) or (file.startswith(STANDARD) and not INSTALLED.search(file))
+
+
+def when_given_up(listener: Callable[[GivenUp], None]) -> None:
+    """Calls ``listener`` for each frame that Dynamo gives up from now on. What it raises reaches the user's call.
+
+    Repeated registration has no effect.
+    """
+    from torch._dynamo import convert_frame
+
+    # Dynamo swallows the error after this function has put it into words, outside of all its locks.
+    words = names.resolve("torch._dynamo.convert_frame:format_error_msg")
+    if getattr(words, "listener", None) is listener:
+        return
+
+    def telling(error: BaseException, code: CodeType, record_filename: Any = None, frame: Any = None) -> Any:
+        converter = sys._getframe(1).f_locals.get("self")
+        listener(GivenUp(code, Compiler.of(converter), error, frame))
+        return words(error, code, record_filename, frame)
+
+    vars(telling)["listener"] = listener
+    vars(convert_frame)["format_error_msg"] = telling
+
+
+def frame_in_work() -> tuple[CodeType, Compiler] | None:
+    """Returns the code that Dynamo compiles now, and by what; None outside of Dynamo, and in a lazy backward."""
+    found = next(_above_dynamo(), None)
+    return None if found is None else (found.f_locals[CODE], Compiler.of(found.f_locals[COMPILER]))
+
+
+def functions_in_work() -> Iterator[tuple[str, str]]:
+    """Yields the file and the name of the function that Dynamo compiles now, then those of its callers, innermost first."""
+    for number, frame in enumerate(_above_dynamo()):
+        yield function_of(frame.f_locals[CODE] if not number else frame.f_code)
+
+
+def function_of(code: CodeType) -> tuple[str, str]:
+    """Returns the file and the name of a function, also for its rest behind a graph break."""
+    return code.co_filename, re.sub(rf"^(?:{RESUMED}_)+(.*?)(?:_at_\d+)+$", r"\1", code.co_name)
+
+
+def is_rest(code: CodeType) -> bool:
+    """Returns True for the code of the rest of a function behind a graph break."""
+    return code.co_name.startswith(RESUMED)
+
+
+def _above_dynamo() -> Iterator[FrameType]:
+    """Yields the innermost frame in which Dynamo compiles another, then those that called it."""
+    frame, passed = inspect.currentframe(), False
+    while frame is not None:
+        file = frame.f_code.co_filename.replace("\\", "/")
+        passed = passed or (frame.f_code.co_name == "_compile" and file.endswith("_dynamo/convert_frame.py"))
+        if passed:
+            yield frame
+        frame = frame.f_back
+
+
+def _requires_gradient(value: Any, deep: int, left: list[int]) -> bool:
+    left[0] -= 1
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if isinstance(value, torch.nn.Module):
+        return any(parameter.requires_grad for parameter in value.parameters())
+    if not deep or left[0] < 0 or isinstance(value, (str, bytes, int, float, type, ModuleType)):
+        return False
+    return any(_requires_gradient(part, deep - 1, left) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Returns what a container, an object or a function refers to."""
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        library = is_library(code.co_filename)
+        return [*_contents(value.__closure__), *([] if library else _used_globals(code, value.__globals__))]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _contents(closure: Iterable[Any] | None) -> list[Any]:
+    found = []
+    for cell in closure or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    return found
+
+
+def _used_globals(code: CodeType, values: Mapping[str, Any]) -> list[Any]:
+    """Returns the global values that a function names, also in functions inside of it."""
+    nested = [
+        value for constant in code.co_consts if isinstance(constant, CodeType) for value in _used_globals(constant, values)
+    ]
+    return [*(values[name] for name in code.co_names if name in values), *nested]

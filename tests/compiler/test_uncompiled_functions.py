@@ -1,0 +1,168 @@
+"""A function that trains uncompiled, although a budget was asked for, says so once, with Dynamo's reason and what to do."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from uncompilable import KINDS, PLACES, ROWS, WIDTH, step_with
+
+import autoremat
+from autoremat.basics.errors import BudgetWarning
+from autoremat.compiler import breaks
+from autoremat.torch_private import frames
+
+OPTIONS = {"memory_budget": 0.9, "compiler": "aot_eager", "cost_model": "roofline"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_yet(monkeypatch):
+    """As in a new process."""
+    monkeypatch.setattr(breaks, "_told", weakref.WeakSet())
+    monkeypatch.setattr(frames, "reasons", frames.Reasons())
+    breaks.listen()
+
+
+def warned(run, *calls) -> list[str]:
+    """The texts on functions where no budget holds, after ``run`` has been called with each of ``calls``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in calls:
+            run(call)
+    texts = [str(one.message) for one in caught if one.category is BudgetWarning]
+    return [text for text in texts if "hold" in text]
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="autoremat", options=OPTIONS | options)
+
+
+def inputs(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, requires_grad=True)
+
+
+def cells() -> list[object]:
+    found = []
+    for kind in KINDS:
+        for place in PLACES:
+            slow = [pytest.mark.slow] if kind == "while_loop" or place != "middle" else []
+            found.append(pytest.param(kind, place, marks=slow, id=f"{kind}, {place}"))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, on what these steps do
+@pytest.mark.parametrize(("kind", "place"), cells())
+def test_each_way_not_to_be_compiled_is_told_of_with_its_reason(kind, place):
+    step = compiled(step_with(kind, place))
+    texts = warned(lambda x: step(x).backward(), inputs(), inputs())
+    assert any(re.search(KINDS[kind][1], text) for text in texts)
+    assert len(texts) == len({text.partition(",")[0] for text in texts})  # each function once
+    assert re.search(KINDS[kind][1], breaks.what_dynamo_said())
+
+
+layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)])
+
+
+def looped(x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+        torch._dynamo.graph_break()
+    return x.mean()
+
+
+def looped_too(x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+        print(end="")
+    return x.mean()
+
+
+def test_functions_that_do_not_train_or_have_no_budget_are_not_told_of():
+    with torch.no_grad():
+        assert warned(compiled(looped), inputs()) == []
+    torch.compiler.reset()
+    with torch.inference_mode():
+        assert warned(compiled(looped), torch.randn(4, WIDTH)) == []
+    torch.compiler.reset()
+    without = torch.compile(looped, backend="autoremat", options={"compiler": "aot_eager"})
+    assert warned(without, inputs()) == []
+    torch.compiler.reset()
+    assert warned(torch.compile(looped, backend="aot_eager"), inputs()) == []
+    torch.compiler.reset()
+    layers.requires_grad_(False)
+    assert warned(compiled(looped), torch.randn(4, WIDTH)) == []
+    layers.requires_grad_(True)
+
+
+def test_warnings_as_errors_reach_the_caller_and_leave_dynamo_whole():
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", BudgetWarning)
+            with pytest.raises(BudgetWarning, match="`looped`"):
+                compiled(looped)(inputs())
+        torch.compiler.reset()  # refuses while a callback is pending
+        breaks._told.clear()
+        breaks.listen()
+
+
+@pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
+def test_a_function_that_is_compiled_too_often_names_the_limit(limit):
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layers[0](x).square().mean()
+
+    step = torch.compile(loss, backend="autoremat", dynamic=False, options=OPTIONS | {"memory_budget": "1MiB"})
+    with torch._dynamo.config.patch({limit: 2}):
+        (text,) = warned(lambda rows: step(inputs(rows)).backward(), *range(3, 8))
+    assert f"torch._dynamo.config.{limit} (2)" in text
+    assert "no longer holds in `loss`" in text
+
+
+def test_a_hidden_error_is_told_of():
+    step = compiled(lambda x: layers[0](x).square().mean(), memory_budget="1KiB")
+    with torch._dynamo.config.patch(suppress_errors=True):
+        (text,) = warned(step, inputs())
+    assert "BudgetInfeasible" in text
+    assert "suppress_errors" in text
+
+
+def test_each_text_has_the_reasons_of_its_function_alone():
+    compiled(looped, memory_budget=None)(inputs())
+    torch.compiler.reset()
+    before = frames.reasons.count
+    with pytest.raises(autoremat.CaptureError, match="print") as raised:
+        autoremat.explain(looped_too, inputs(), options={"compiler": "aot_eager"})
+    assert "looped_too" in str(raised.value)
+    assert "graph_break" not in str(raised.value)
+    assert "graph_break" not in breaks.what_dynamo_said(before)
+    assert "graph_break" in breaks.what_dynamo_said()
+
+
+def test_functions_that_are_told_of_are_not_kept():
+    def local() -> None:
+        scope: dict[str, object] = {"torch": torch}
+        exec("def f(x):\n  for _ in range(2):\n    x = x.sin(); torch._dynamo.graph_break()\n  return x.sum()", scope)
+        compiled(scope["f"])(inputs())
+
+    assert len(warned(lambda _: local(), None)) == 1
+    torch.compiler.reset()
+    frames.reasons = frames.Reasons()
+    gc.collect()
+    assert len(breaks._told) <= 1
+
+
+def test_the_reason_stands_behind_the_break_too():
+    first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    first.register_forward_hook(lambda module, given, output: output.requires_grad_())
+    model = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    step = compiled(lambda x: model(x).square().mean())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(torch.randn(512, WIDTH)).backward()
+    notes = [note for report in autoremat.reports()[-1:] for note in report.notes]
+    assert any("requires_grad_()" in note for note in notes)
+    assert all("requires_grad_()" in str(one.message) for one in caught if "broken function" in str(one.message))
