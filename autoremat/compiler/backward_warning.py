@@ -155,7 +155,7 @@ def _ended(call: _Call, gradients: Sequence[torch.Tensor | None], _: Any) -> Non
 
 
 def _message(graph: Backwards, need: int, count: int, beside: int, keeps: bool) -> str:
-    """Returns the text about a backward of ``count`` gradients that needs ``need`` bytes, ``beside`` of them for earlier ones."""
+    """Returns the text on a backward of ``count`` gradients that needs ``need`` bytes, ``beside`` of them of earlier ones."""
     report, budget = graph.report, graph.report.budget_bytes or 0
     ways = []
     if count:

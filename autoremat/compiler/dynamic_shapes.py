@@ -57,14 +57,15 @@ def note_on_sizes(graph: fx.Graph) -> str:
     if not bounds:
         return ""
     if None in bounds.values():
+        free = list(bounds.values()).count(None)
         return (
-            f"sizes that depend on data, {list(bounds.values()).count(None)} of them without a bound, are assumed to be at "
-            f"most {UNKNOWN_SIZE}: state a bound in the function, torch._check(size <= ...)"
+            f"sizes that depend on data, {free} of them without a bound, are assumed to be "
+            f"at most {UNKNOWN_SIZE}: state a bound in the function, torch._check(size <= ...)"
         )
     most = max(bound or 0 for bound in bounds.values())
     return (
-        f"sizes that depend on data count at their upper bounds, up to {most}: torch._check(size <= ...) in the function states "
-        "a lower one"
+        f"sizes that depend on data count at their upper bounds, up to {most}: torch._check(size <= ...) in the function "
+        "states a lower one"
     )
 
 
