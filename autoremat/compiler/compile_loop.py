@@ -34,6 +34,7 @@ from autoremat.compiler.attempts import (
 )
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.counting import Codes, expandable_remedy
+from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, Reference
@@ -136,6 +137,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
         if not isinstance(verdict, Again):
             assert function is not None
             report = _completed(planned, attempts, earlier, record, is_estimate, codes)
+            report = dataclasses.replace(report, assumed_sizes=partitioning.assumed_sizes)
             saved = None if partitioning.fell_back else Record(report, step.headroom_bytes)
             return CompiledGraph(function, report, key, saved)
         log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
@@ -161,7 +163,8 @@ def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALO
             planned = partitioning.planned
             if planned is None:
                 return CompiledGraph(function, None, "")
-            report = dataclasses.replace(planned.report, kernels=kernels_of_executions(planned.plan, kernels))
+            ran = kernels_of_executions(planned.plan, kernels)
+            report = dataclasses.replace(planned.report, kernels=ran, assumed_sizes=partitioning.assumed_sizes)
             return CompiledGraph(function, report, "")
 
 
@@ -290,7 +293,8 @@ def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt],
     report, planning = planned.report, planned.planning
     request, card = planned.context.request, planned.context.cuda_name
     room = (report.budget_bytes or 0) - max(0, verdict.minimum_bytes - planning.smallest.peak_bytes)
-    remedies: tuple[str, ...] = (host_remedy(planned.priced.captured, planning.smallest, request, card, room),)
+    sizes = note_on_sizes(planned.priced.joint.module.graph)
+    remedies: tuple[str, ...] = (sizes, host_remedy(planned.priced.captured, planning.smallest, request, card, room))
     allocated = None
     if planned.count is not None and planned.bounds_reserved:
         least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)

@@ -5,15 +5,27 @@ remainder of a buffer behind such a tensor shrinks. A plan that fits by this cou
 
 The limit of a size is the next power of two if a plan for it fits the budget. If none fits, the limit is the present size.
 Sizes that grow to n times the first one therefore cause about log2 n compilations.
+
+Sizes that depend on data count at their upper bounds. Where nothing bounds one, a value is assumed, and each call is compared.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import fx
+from torch.autograd.graph import Node
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.units import format_bytes
+from autoremat.ops.tensors import tensors_in
+from autoremat.report.report import Report
 from autoremat.request.limits import Limits
-from autoremat.torch_private.symbolic_sizes import DynamicSize, dynamic_sizes
+from autoremat.torch_private.autograd import saved_numbers
+from autoremat.torch_private.symbolic_sizes import UNKNOWN_SIZE, DynamicSize, data_dependent_sizes, dynamic_sizes
 
 Sizes = Mapping[DynamicSize, int]
 """For each dynamic size, the largest value that a plan holds for."""
@@ -35,3 +47,45 @@ def limit_of(size: DynamicSize) -> int:
     """Returns the limit up to which a plan shall hold for this size."""
     power = 1 << max(size.hint - 1, 0).bit_length()
     return power if size.most is None else max(size.hint, min(power, size.most))
+
+
+def note_on_sizes(graph: fx.Graph) -> str:
+    """Returns a note on what the plan of a traced graph assumes of sizes that depend on data; empty without such sizes."""
+    values = [node.meta.get("val") for node in graph.nodes]
+    numbers = [value for value in values if isinstance(value, torch.SymInt)]
+    bounds = data_dependent_sizes([*tensors_in(values), *numbers])
+    if not bounds:
+        return ""
+    if None in bounds.values():
+        free = list(bounds.values()).count(None)
+        return (
+            f"sizes that depend on data, {free} of them without a bound, are assumed to be "
+            f"at most {UNKNOWN_SIZE}: state a bound in the function, torch._check(size <= ...)"
+        )
+    most = max(bound or 0 for bound in bounds.values())
+    return (
+        f"sizes that depend on data count at their upper bounds, up to {most}: torch._check(size <= ...) in the function "
+        "states a lower one"
+    )
+
+
+class SizeCheck:
+    """Compares the sizes of each call that depend on data with those that the plan of ``report`` assumes, and warns once."""
+
+    def __init__(self, report: Report) -> None:
+        self.assumed, self._budget = dict(report.assumed_sizes), report.budget_bytes
+
+    def compare(self, node: Node) -> None:
+        """Warns if a size of the call, whose autograd node is ``node``, is larger than assumed."""
+        numbers = saved_numbers(node)
+        found = next(((numbers[at], most) for at, most in self.assumed.items() if numbers[at] > most), None)
+        if found is None or self._budget is None:
+            return
+        self.assumed.clear()
+        warnings.warn(
+            f"a size that depends on data is {found[0]} in this step, and the plan assumes at most {found[1]}, because nothing "
+            f"bounds it: the budget of {format_bytes(self._budget)} may not hold. State the bound in the function that is "
+            f"compiled, torch._check(size <= {found[0]}) or more, and it is planned for",
+            BudgetWarning,
+            stacklevel=4,
+        )

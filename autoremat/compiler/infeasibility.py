@@ -10,6 +10,7 @@ from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, expandable_remedy
+from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
@@ -103,7 +104,7 @@ def no_plan_fits(
     share = chosen.priced.step_share(limits)
     if share is not None:  # the plan of the minimum peak may miss another limit
         least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
-    remedies: tuple[str, ...] = (choice.remedy, host)
+    remedies: tuple[str, ...] = (choice.remedy, note_on_sizes(chosen.priced.joint.module.graph), host)
     reserved = None if bounded is None else bounded.plan_report(smallest)
     if reserved is not None:
         remedies = (expandable_remedy(reserved, budget), *remedies)

@@ -24,8 +24,9 @@ from torch.autograd.graph import Node
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.backward_warning import BackwardPeaks, Told, follow, told_of
+from autoremat.compiler.backward_warning import Backwards, told_of
 from autoremat.compiler.breaks import BROKEN
+from autoremat.compiler.dynamic_shapes import SizeCheck
 from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
 from autoremat.torch_private.autograd import Packed, backward_node, keeps_graph, noting_packed
@@ -49,8 +50,23 @@ class Watched:
     """True if the graph is one of several of a broken function, which keep a share together."""
     function: int | None = None
     """Dynamo's number of the function."""
-    backward: BackwardPeaks | None = None
-    told: Told = field(default_factory=Told)
+    backwards: Backwards | None = None
+    sizes: SizeCheck | None = None
+
+    @property
+    def needs_no_look(self) -> bool:
+        """True if nothing is left to be told of a call by itself."""
+        return (self.backwards is None or self.backwards.told.told) and (self.sizes is None or not self.sizes.assumed)
+
+    def follow(self, node: Node, args: tuple[Any, ...], packed: Packed | None) -> None:
+        """Compares the sizes of a call with those that were planned for, and looks at its backwards.
+
+        ``packed`` is what hooks keep of its saved tensors.
+        """
+        if self.sizes is not None and self.sizes.assumed:
+            self.sizes.compare(node)
+        if self.backwards is not None and not self.backwards.told.told:
+            self.backwards.follow(node, _device_of(args), packed)
 
     @property
     def counts_gradients(self) -> bool:
@@ -157,28 +173,29 @@ class Watch:
             outputs = compiled(*args)
         if packed is not None:
             present = replace(present, packed_bytes=packed.kept_bytes(args))
-            self.judge_copies(graph.report, packed)
         node = backward_node(outputs, args)
         if node is not None:
             call = _Call()
             self.open[id(call)] = present
             when_dropped(call, self.close, id(call))
             around_backward(node, ends=partial(_ended, call, self))
-            _follow(graph, node, args)
+            graph.follow(node, args, packed)
         return outputs
 
     def finish(self, call: int) -> None:
         """Judges the backward that ends the call with this identity, and closes the call."""
         present = self.open.get(call)
         self.close(call)
-        if present is not None and self.active:
-            self.judge(present, present.graph.report.peak_bytes - present.graph.forward_excess_bytes)
-            self.gradients.note_backward(present.leaves)
+        if present is None or not self.active:
+            return
+        self.judge(present, present.graph.report.peak_bytes - present.graph.forward_excess_bytes)
+        self.gradients.note_backward(present.leaves)
+        if not self.open:  # a call without a backward, as of an evaluation, is no step
+            self.active = any(map(self._may_exceed, self.graphs))
 
     def close(self, call: int) -> None:
         """Closes the call with this identity, which holds no memory any more."""
         if self.open.pop(call, None) is not None and not self.open:  # no open call means that the step has ended
-            self.active = any(map(self._may_exceed, self.graphs))
             self.parts.judge()
 
     def _open_beside(self, present: _Open) -> list[_Open]:
@@ -218,18 +235,6 @@ class Watch:
         self.graphs.clear()
         self.gradients.forget()
         self.parts = PartsOfStep()
-
-    def judge_copies(self, report: Report, packed: Packed) -> None:
-        """Warns if what hooks copy of the saved tensors brings the forward, at its end, over the budget."""
-        copied, held = packed.copied_bytes, report.held_bytes
-        if report.budget_bytes is None or held + copied <= report.budget_bytes or not copied:
-            return
-        self.end()
-        _warn(
-            f"hooks on saved tensors, such as save_on_cpu, copy {format_bytes(copied)} of what a compiled forward saves and "
-            f"returns: with its {format_bytes(held)} that is {format_bytes(held + copied)}, over the budget of "
-            f"{format_bytes(report.budget_bytes)}. Leave the hooks out: a plan takes their place"
-        )
 
 
 def _device_of(args: Iterable[Any]) -> torch.device:
@@ -291,20 +296,20 @@ def reset() -> None:
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch, and its backwards looked at."""
     kept, function = replace(report, plan=None, values=()), number_of_function()
-    graph = Watched(kept, by_share, is_part, function, BackwardPeaks.of(report, kept), told_of(function))
+    backwards = Backwards.of(report, kept, told_of(function))
+    graph = Watched(kept, by_share, is_part, function, backwards, SizeCheck(report))
     _watch.add(graph)
 
     def call(*args: Any) -> Any:
         if _watch.active:
             return _watch.call(compiled, graph, args)
-        outputs = compiled(*args)
-        if not graph.told.told and (node := backward_node(outputs, args)) is not None:
-            _follow(graph, node, args)
+        if graph.needs_no_look:
+            return compiled(*args)
+        with noting_packed() as packed:
+            outputs = compiled(*args)
+        node = backward_node(outputs, args)
+        if node is not None:
+            graph.follow(node, args, packed)
         return outputs
 
     return call
-
-
-def _follow(graph: Watched, node: Node, args: tuple[Any, ...]) -> None:
-    if graph.backward is not None and not graph.told.told:
-        follow(graph.backward, graph.told, node, _device_of(args))

@@ -50,6 +50,7 @@ class Partitioning(Generic[P]):
     replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
     memory_first: bool = field(default=False, init=False)
     pins_forward: bool = field(default=False, init=False)
+    assumed_sizes: tuple[tuple[int, int], ...] = field(default=(), init=False)
     fell_back: bool = field(default=False, init=False)
     """True if planning failed and torch's partitioner takes a graph (fallback)."""
 
@@ -84,6 +85,7 @@ class Partitioning(Generic[P]):
         rewritten = rewrite(self.planned)
         self.replay_context = rewritten.replay_context
         self.memory_first, self.pins_forward = rewritten.memory_first, rewritten.pins_forward
+        self.assumed_sizes = rewritten.assumed_sizes
         return rewritten.modules
 
 

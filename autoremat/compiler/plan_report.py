@@ -9,6 +9,7 @@ from typing import Any
 
 from autoremat.basics.progress import now
 from autoremat.compiler.counting import Count
+from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.infeasibility import memory_notes
 from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.loss_chunking import ChunkingChoice
@@ -71,6 +72,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         notes=(
             *((share.note,) if share is not None and share.note else ()),
             *_notes_on(count),
+            *filter(None, [note_on_sizes(taken.priced.joint.module.graph)]),
             *memory_notes(facts.budget, captured.device.name),
         ),
         **time_figures(facts, limits),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import fx
+
 from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.progress import now
 from autoremat.compiler.forms import refused_setting
@@ -13,6 +16,7 @@ from autoremat.passes import apply_plan
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import joint_graphs
 from autoremat.torch_private.origins import OP
+from autoremat.torch_private.symbolic_sizes import assumed_limits
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class RewrittenGraph:
     needs neither, unless it stores tensors in other forms."""
     pins_forward: bool = False
     """True if Inductor must keep the forward's sequence of ops too, because the plan places the stores there."""
+    assumed_sizes: tuple[tuple[int, int], ...] = ()
+    """See :attr:`autoremat.Report.assumed_sizes`."""
 
 
 def rewrite(planned: PlannedGraph) -> RewrittenGraph:
@@ -44,4 +50,7 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
     memory_first = planned.is_binding or plan.keeps_its_sequence
     context = replay_context(captured, planned.priced.kept_inputs)
-    return RewrittenGraph(modules, context, memory_first, pins_forward=bool(plan.schedule.stays))
+    returned = torch.utils._pytree.arg_tree_leaves(*modules[0].graph.output_node().args)
+    saved = returned[planned.priced.joint.num_forward_outputs :]
+    assumed = assumed_limits(node.meta.get("val") for node in saved if isinstance(node, fx.Node))
+    return RewrittenGraph(modules, context, memory_first, bool(plan.schedule.stays), tuple(assumed.items()))

@@ -147,6 +147,9 @@ class ReportData:
     """Further remarks on these figures."""
     constraint_warnings: tuple[str, ...] = ()
     """Messages of the ``ConstraintWarning`` of this graph. A process that takes its code from torch's caches warns again."""
+    assumed_sizes: tuple[tuple[int, int], ...] = ()
+    """For sizes that depend on data and have no upper bound: the place among the numbers that the forward saves for the
+    backward, and the largest value for which the plan holds."""
     others: tuple[Self, ...] = ()
     """Reports of the other graphs after graph breaks, in the sequence of the graphs; from :func:`autoremat.explain`."""
     plan: Plan | None = field(default=None, compare=False, repr=False)

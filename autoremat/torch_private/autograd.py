@@ -70,7 +70,7 @@ def makes_graph() -> bool:
 
 
 def gradients_at_once(gradients: Iterable[torch.Tensor | None]) -> int:
-    """Returns the number of gradients that each of ``gradients``, which a backward receives, holds: more than 1 under ``vmap``.
+    """Returns the number of gradients that each of ``gradients``, which a backward receives, holds; 0 outside of ``vmap``.
 
     Torch's old ``vmap`` runs batched gradients, as by ``is_grads_batched``. No other one runs compiled code.
     """
@@ -80,7 +80,7 @@ def gradients_at_once(gradients: Iterable[torch.Tensor | None]) -> int:
             for level in range(1, VMAPS_DEEP + 1):
                 count *= torch._remove_batch_dim(one, level, 1, 0).shape[0]
             return count
-    return 1
+    return 0
 
 
 def refuses_to_keep_graph(node: Node) -> bool:
@@ -88,12 +88,11 @@ def refuses_to_keep_graph(node: Node) -> bool:
 
     Its code may overwrite some of them, which are *donated* to it. Torch compiles code that is made later for what is asked.
     """
-    wrappers = "torch._functorch._aot_autograd.runtime_wrappers"
-    compiled = names.read(node, "torch.autograd.function!_forward_cls")
-    if not functorch_config.donated_buffer or names.read(compiled, f"{wrappers}!compiled_bw") is None:
-        return False
-    facts = names.read(compiled, f"{wrappers}!metadata")
-    return names.read(facts, "torch._functorch._aot_autograd.schemas:ViewAndMutationMeta.bw_donated_idxs") != []
+    graph = names.read(node, "torch.autograd.function!_forward_cls")
+    backward = names.read(graph, "torch._functorch._aot_autograd.runtime_wrappers!compiled_bw")
+    facts = names.read(graph, "torch._functorch._aot_autograd.runtime_wrappers!metadata")
+    donated = names.read(facts, "torch._functorch._aot_autograd.schemas:ViewAndMutationMeta.bw_donated_idxs")
+    return bool(functorch_config.donated_buffer and backward is not None and donated != [])
 
 
 class Packed:
@@ -123,7 +122,7 @@ class Packed:
 @contextlib.contextmanager
 def noting_packed() -> Iterator[Packed | None]:
     """Yields what the present hooks on saved tensors keep of those that the body saves; None without such hooks."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         yield None
         return
@@ -194,6 +193,12 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
                 seen.add(following)
                 stack.append(following)
     return list(found.values())
+
+
+def saved_numbers(node: Node) -> Sequence[int]:
+    """Returns the symbolic numbers that a compiled forward saved, as they are in this call."""
+    found: Sequence[int] = names.read(node, "torch._functorch._aot_autograd.runtime_wrappers!.symints", ())
+    return found
 
 
 def own_leaves(node: Node) -> list[torch.Tensor]:

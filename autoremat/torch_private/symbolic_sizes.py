@@ -16,7 +16,11 @@ import torch
 from autoremat.basics.errors import CaptureError
 from autoremat.torch_private import names
 
-UNKNOWN_SIZE = 4096  # hint of a data-dependent dimension, as in torch's partitioner
+UNKNOWN_SIZE = 4096
+"""The assumed largest value of a size that depends on data and has no upper bound. It is the hint of torch's partitioner."""
+
+UNBOUNDED = 2**62
+"""Upper ends of value ranges from here on bound nothing."""
 
 _planned: ContextVar[dict[Any, tuple[int, int]]] = ContextVar("planned_sizes", default={})  # noqa: B039  # never written to
 """The range (smallest, largest) of each size symbol that this thread plans for."""
@@ -39,12 +43,14 @@ Result = TypeVar("Result")
 def size_hint(size: int | torch.SymInt) -> int:
     """Returns a concrete number for a possibly symbolic size, without adding a guard.
 
-    The number is the value at the largest planned sizes. Without planned sizes, it is torch's hint.
+    The number is the value at the largest planned sizes, and at the upper bounds of sizes that depend on data. Without planned
+    sizes, it is torch's hint.
     """
     if isinstance(size, int):
         return size
-    known = _at_planned_sizes(size.node.expr)
-    return known if known is not None else int(_hint(size, fallback=UNKNOWN_SIZE))
+    expression, shapes = size.node.expr, size.node.shape_env
+    known = _at_largest(expression, _ranges(expression, shapes))
+    return known if known is not None else int(_hint(size, fallback=_fallback(expression, shapes)))
 
 
 def most(size: int | torch.SymInt) -> int:
@@ -54,43 +60,78 @@ def most(size: int | torch.SymInt) -> int:
     """
     if isinstance(size, int):
         return size
-    known = _most_of(size.node.expr)
+    known = _most_of(size.node.expr, size.node.shape_env)
     return size_hint(size) if known is None else known
 
 
 def most_of_expression(expression: Any, sizevars: Any) -> int:
     """Returns the same as :func:`most` for one of Inductor's expressions."""
-    known = _most_of(expression)
-    return known if known is not None else int(sizevars.optimization_hint(expression, fallback=UNKNOWN_SIZE))
+    known = _most_of(expression, sizevars.shape_env)
+    if known is not None:
+        return known
+    return int(sizevars.optimization_hint(expression, fallback=_fallback(expression, sizevars.shape_env)))
 
 
-def _at_planned_sizes(expression: Any) -> int | None:
-    if not _planned.get() or not hasattr(expression, "xreplace"):
+Ranges = Mapping[Any, tuple[int, int]]
+
+
+def _ranges(expression: Any, shapes: Any) -> Ranges:
+    """Returns the planned ranges, and those of the sizes in ``expression`` that depend on data."""
+    planned = _planned.get()
+    found = {s: _range_of(s, shapes) for s in _dependent_on_data(expression, shapes) if s not in planned}
+    return planned | found if found else planned
+
+
+def _dependent_on_data(expression: Any, shapes: Any) -> list[Any]:
+    """Returns the sizes in ``expression`` that depend on data."""
+    symbols = expression.free_symbols if hasattr(expression, "xreplace") else ()
+    return sorted((s for s in symbols if s.is_integer and shapes.is_unbacked_symint(s)), key=str)
+
+
+def _range_of(symbol: Any, shapes: Any) -> tuple[int, int]:
+    """Returns the smallest and the largest value of a size that depends on data. The latter is assumed if nothing bounds it."""
+    bounds = shapes.var_to_range[symbol]
+    least = max(int(bounds.lower), 0) if bounds.lower.is_Integer else 0
+    return least, max(least, UNKNOWN_SIZE) if _bound_of(symbol, shapes) is None else int(bounds.upper)
+
+
+def _bound_of(symbol: Any, shapes: Any) -> int | None:
+    """Returns the upper bound of a size that depends on data; None without one."""
+    upper = shapes.var_to_range[symbol].upper
+    return int(upper) if upper.is_Integer and upper < UNBOUNDED else None
+
+
+def _fallback(expression: Any, shapes: Any) -> int:
+    return max((_range_of(symbol, shapes)[1] for symbol in _dependent_on_data(expression, shapes)), default=UNKNOWN_SIZE)
+
+
+def _at_largest(expression: Any, ranges: Ranges) -> int | None:
+    if not ranges or not hasattr(expression, "xreplace"):
         return None
-    number = expression.xreplace({symbol: sympy.Integer(limit) for symbol, (_, limit) in _planned.get().items()})
+    number = expression.xreplace({symbol: sympy.Integer(limit) for symbol, (_, limit) in ranges.items()})
     return int(number) if number.is_number else None
 
 
-def _most_of(expression: Any) -> int | None:
-    """Returns the largest value at sample points of the planned ranges. Both ends of each range are sample points."""
-    planned = _planned.get()
-    if not planned or not hasattr(expression, "xreplace"):
+def _most_of(expression: Any, shapes: Any) -> int | None:
+    """Returns the largest value at sample points of the ranges. Both ends of each range are sample points."""
+    ranges = _ranges(expression, shapes)
+    if not ranges or not hasattr(expression, "xreplace"):
         return None
-    known = _most.get()
+    known = _most.get({})
     if expression not in known:
-        found = _at_planned_sizes(expression)
+        found = _at_largest(expression, ranges)
         if found is None:
             return None
         sizes = sorted(expression.free_symbols, key=str)[:MOST_SIZES]
-        for point in itertools.product(*(_between(*planned[size], POINTS.get(len(sizes), 2)) for size in sizes)):
+        for point in itertools.product(*(_between(*ranges[size], POINTS.get(len(sizes), 2)) for size in sizes)):
             with contextlib.suppress(ArithmeticError, ValueError):  # the expression is undefined at some sizes
-                found = max(found, _at(expression, dict(zip(sizes, point, strict=True))))
+                found = max(found, _at(expression, dict(zip(sizes, point, strict=True)), ranges))
         known[expression] = found
     return known[expression]
 
 
-def _at(expression: Any, sizes: Mapping[Any, int]) -> int:
-    number = {symbol: sympy.Integer(sizes.get(symbol, limit)) for symbol, (_, limit) in _planned.get().items()}
+def _at(expression: Any, sizes: Mapping[Any, int], ranges: Ranges) -> int:
+    number = {symbol: sympy.Integer(sizes.get(symbol, limit)) for symbol, (_, limit) in ranges.items()}
     return int(expression.xreplace(number))
 
 
@@ -99,6 +140,26 @@ def _between(least: int, limit: int, count: int) -> list[int]:
     if limit <= least:
         return [limit]
     return sorted({least + (limit - least) * step // (count - 1) for step in range(count)})
+
+
+def data_dependent_sizes(values: Iterable[Any]) -> dict[str, int | None]:
+    """Returns the sizes of fake ``values`` that depend on data, by name, with their upper bounds; None for no bound."""
+    found: dict[str, int | None] = {}
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            if isinstance(size, torch.SymInt):
+                shapes = size.node.shape_env
+                found |= {str(s): _bound_of(s, shapes) for s in _dependent_on_data(size.node.expr, shapes)}
+    return found
+
+
+def assumed_limits(saved: Iterable[Any]) -> dict[int, int]:
+    """Returns the largest assumed values of the symbolic numbers among what a forward saves, by their place among these.
+
+    Only numbers count that depend on a size without an upper bound.
+    """
+    numbers = [one for one in saved if isinstance(one, torch.SymInt)]
+    return {place: most(one) for place, one in enumerate(numbers) if None in data_dependent_sizes([one]).values()}
 
 
 @contextlib.contextmanager

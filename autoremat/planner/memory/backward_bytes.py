@@ -51,20 +51,20 @@ class BackwardBytes:
         at_hand = np.array([copied[op] if not dependent.isdisjoint(graph.ops[op].outputs) else 0 for op in schedule.backward])
         return cls(timeline.bytes_at[backward], gradients, at_hand, np.cumsum(freed)[backward])
 
-    def peak(self, gradients: int = 1, keeps_graph: bool = False) -> int:
-        """Returns the most bytes for so many gradients at once, if autograd keeps the graph or not.
+    def peak(self, gradients: int = 0, keeps_graph: bool = False) -> int:
+        """Returns the most bytes for so many gradients under ``vmap`` (0: without it), if autograd keeps the graph or not.
 
-        It is an upper bound for several gradients.
+        It is an upper bound under ``vmap``.
         """
         live = self.planned + (self.freed if keeps_graph else 0)
-        if gradients > 1:
+        if gradients:
             live = live + (gradients - 1) * self.of_gradient + gradients * self.at_hand
         return int(live.max()) if len(live) else 0
 
     def gradients_within(self, budget: int) -> int:
-        """Returns the most gradients at once whose backward stays within ``budget``; 1 if no several do."""
+        """Returns the most gradients under ``vmap`` whose backward stays within ``budget``."""
         fitting = (budget - self.planned + self.of_gradient) // np.maximum(self.of_gradient + self.at_hand, 1)
-        return max(1, int(fitting.min())) if len(fitting) else 1
+        return max(0, int(fitting.min())) if len(fitting) else 0
 
 
 def _dependent(graph: Graph) -> set[int]:
