@@ -31,6 +31,9 @@ SHARDING = (
 )
 """Advice for a budget below the bytes of gradients."""
 
+SMALLER = "use a smaller batch or a shorter sequence; code that searches a batch size takes this error for CUDA out of memory."
+"""Advice for a budget that a smaller batch may meet. accelerate, Lightning and Composer halve the batch at its last words."""
+
 ISSUES = "https://github.com/autoremat/autoremat/issues"
 """The address for reports of defects. ``tests/project/test_project.py`` compares it with the metadata."""
 
@@ -265,7 +268,7 @@ class BudgetInfeasible(AutorematError):
             first = f"raise memory_budget to {share:g}, or to {first.removeprefix('raise memory_budget to ')}"
         if self._exceeds_device:
             first = "use a device with more memory: no budget within that of this device suffices"
-        advice = [first, "use a smaller batch or a shorter sequence", BEST_EFFORT]
+        advice = [first, SMALLER, BEST_EFFORT]
         if self.gradient_bytes > min(self.budget_bytes, self.device_bytes or self.budget_bytes):
             advice[1] = SHARDING.format(gradients=format_bytes(self.gradient_bytes))
         if self.max_slowdown is not None:

@@ -20,7 +20,7 @@ from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.report.binding import parts_of_peak
+from autoremat.report.binding import parts_of_peak, remedies_for_model
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
 from autoremat.request.limits import Limits
 
@@ -104,7 +104,8 @@ def no_plan_fits(
     share = chosen.priced.step_share(limits)
     if share is not None:  # the plan of the minimum peak may miss another limit
         least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
-    remedies: tuple[str, ...] = (choice.remedy, note_on_sizes(chosen.priced.joint.module.graph), host)
+    own = remedies_for_model(smallest, chosen.priced.graph)
+    remedies: tuple[str, ...] = (choice.remedy, note_on_sizes(chosen.priced.joint.module.graph), host, *own)
     reserved = None if bounded is None else bounded.plan_report(smallest)
     if reserved is not None:
         remedies = (expandable_remedy(reserved, budget), *remedies)

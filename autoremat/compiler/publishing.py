@@ -30,6 +30,9 @@ PART = (
 EVALUATION = ". All modules with its parameters are in evaluation mode: torch.no_grad() around evaluation needs no backward"
 """What a warning of an infeasible budget adds in evaluation with gradients on."""
 
+TORCHS = ("aten.", "prims.", "mkldnn.", "quantized.")
+"""Beginnings of the names of torch's own ops, which nobody else declares."""
+
 
 def published(compiled: Compiled, report: Report | None, request: Request, note: str = "", excuse: str = "") -> Compiled:
     """Registers and logs ``report``, with ``note`` if that is not empty, and returns ``compiled``.
@@ -46,11 +49,12 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     # A record may have the ledger of another device.
     report = dataclasses.replace(report, device_ledger=request.limits.ledger, notes=(*report.notes, *filter(None, more)))
     if report.unknown_workspaces and report.budget_bytes is not None:
-        log.warning(
-            "the budget may be exceeded by the workspaces of %s, which are not known (of an op of your own, "
-            "declare_pure(..., workspace_bytes=...) tells it)",
-            ", ".join(report.unknown_workspaces),
-        )
+        own = [name for name in report.unknown_workspaces if not name.startswith(TORCHS)]
+        advice = [f"declare_pure(..., workspace_bytes=...) tells those of {', '.join(own)}"] if own else []
+        if len(own) < len(report.unknown_workspaces):
+            advice.append("lower memory_budget by what torch's own ops take, which track_peak measures")
+        names = ", ".join(report.unknown_workspaces)
+        log.warning("the budget may be exceeded by the workspaces of %s, which are not known: %s", names, "; ".join(advice))
     if not report.within_budget and report.budget_bytes is not None and not request.is_part:
         message = best_effort_message(
             "the step", report.counted_bytes, report.budget_bytes, report.budget_share, report.reference_bytes or 0

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoremat.basics.units import format_bytes
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.peak_snapshot import LiveTensor, TensorCategory, peak_of
 
@@ -30,6 +33,9 @@ REMEDIES: dict[str, str] = {
 }
 """Remedies by kind. A smaller batch or a shorter sequence helps against all others."""
 
+
+LOOPS = ("scan", "while_loop", "associative_scan", "map_impl")
+"""Ops of torch that run a body many times. A plan saves what all runs save, or repeats all of them."""
 
 OPERANDS, WORKSPACE = "operands of ", "workspace of "
 """Beginnings of the kinds that name one op."""
@@ -68,6 +74,31 @@ def parts_of_peak(plan: Plan) -> tuple[Part, ...]:
         sums[name] = sums.get(name, 0) + tensor.bytes
     ordered = sorted(sums.items(), key=lambda pair: (-pair[1], pair[0]))
     return tuple(Part(name, bytes_, remedy_for(name)) for name, bytes_ in ordered)
+
+
+def remedies_for_model(plan: Plan, graph: Graph) -> tuple[str, ...]:
+    """Returns advice on what the model itself decides at the peak of ``plan``, if that is half of it.
+
+    These are tensors that its checkpoint policies save, and what its loops hold. ``graph`` is free of the user's constraints.
+    """
+    moment = peak_of(plan, None)
+    if moment is None:
+        return ()
+    demanded = {graph.values[v].name for op in graph.ops if op.constraint is Constraint.SAVE for v in op.outputs}
+    loops = {v: op for op in graph.ops if op.target.rpartition(".")[2] in LOOPS for v in (*op.inputs, *op.outputs)}
+    looped = {graph.values[v].name: op for v, op in loops.items()}
+    saved = sum(tensor.bytes for tensor in moment.live if tensor.sort is TensorCategory.SAVED and tensor.name in demanded)
+    held = {tensor.name: tensor.bytes for tensor in moment.live if tensor.name in looped}
+    found = []
+    if 2 * saved >= moment.bytes:
+        found.append(f"let the model's own selective checkpoints (MUST_SAVE of a context_fn) save less: {format_bytes(saved)} "
+                     "of that peak are theirs")  # fmt: skip
+    if 2 * sum(held.values()) >= moment.bytes:
+        op = looped[next(iter(held))]
+        where = f" at {op.source}" if op.source else ""
+        found.append(f"write the {op.target.rpartition('.')[2]}{where} out as a Python loop: as one op it holds "
+                     f"{format_bytes(sum(held.values()))} of that peak, of all its runs")  # fmt: skip
+    return tuple(found)
 
 
 def _kind(tensor: LiveTensor, operands: set[str], where: str) -> str:

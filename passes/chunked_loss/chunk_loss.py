@@ -62,7 +62,9 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     except ChunkingUnsupported as reason:
         if reason.remedy or not is_loss:
             raise
-        raise ChunkingUnsupported(str(reason), f"compute the loss token by token, so that it can be chunked: {reason}") from reason
+        raise ChunkingUnsupported(
+            str(reason), f"compute the loss token by token, so that it can be chunked: {reason}"
+        ) from reason
 
 
 def _regions(graph: fx.Graph, projections: list[fx.Node]) -> list[Region]:
@@ -144,7 +146,7 @@ def _feeds(projection: fx.Node) -> bool:
         if node.op == "call_function" and not wide.isdisjoint(node.all_input_nodes):
             if op_traits.packet(node) in SOFTMAXES:
                 return True
-            if 2 * (size_hints(node) or (1,))[-1] > width:
+            if 2 * (size_hints(node) or (1,))[-1] > width or op_traits.packet(node) in SWAPS:
                 wide.add(node)
     return False
 
@@ -192,6 +194,8 @@ class _Finder:
                         raise ChunkingUnsupported(f"{described(node)} reads logits of different rows")
                     region.steps[node] = step_of(node, region)
                 except ChunkingUnsupported:
+                    if wide and node.target is aten.slice.Tensor:
+                        raise ChunkingUnsupported(f"{described(node)} takes other tokens than the rest of the loss") from None
                     if wide:
                         raise
                     continue

@@ -103,6 +103,13 @@ def _is_row_by_row(node: fx.Node) -> bool:
     return (name in POINTWISE or is_pointwise) and not op_traits.traits_of(node) & SEQUENTIAL
 
 
+def _keeps_zeros(reader: fx.Node, operand: fx.Node) -> bool:
+    """Returns True if rows of ``reader`` are zero where rows of ``operand`` are, whatever its other operands are."""
+    if op_traits.packet(reader) not in ZEROS_OF_ZEROS or list(reader.args).count(operand) != 1 or reader.args[0] is not operand:
+        return False
+    return _is_row_by_row(reader) and shape_of(reader) == shape_of(operand)
+
+
 def _keeps_rows(view: fx.Node) -> bool:
     """Returns True if ``view`` changes only the row dimensions."""
     return op_traits.packet(view) in VIEWS and _is_static(view) and shape_of(view)[-1] == shape_of(view.args[0])[-1]
@@ -212,52 +219,36 @@ class _Hoist:
     def sink_behind(self, padding: fx.Node, reader: fx.Node) -> bool:
         """Moves ``padding`` behind one of its readers."""
         place, gradient = _place(padding, 2, shape_of(padding)), _padded(padding)
+        if _keeps_rows(reader):
+            moved = [self.sink_behind_view(padding, reader, user) for user in reader.users if user.users]
+            return any(moved)
         with self.graph.inserting_before(reader):
+            made = None
             if op_traits.packet(reader) in (aten.add, aten.sub) and len(reader.args) == 2 and not reader.kwargs:
-                left, right = reader.args
-                both = isinstance(left, fx.Node) and isinstance(right, fx.Node) and _is_padding(left) and _is_padding(right)
-                if not both or _place(left, 2, shape_of(left)) != _place(right, 2, shape_of(right)):
+                terms = [n for n in reader.args if isinstance(n, fx.Node) and _is_padding(n)]
+                if len(terms) == 2 and len({_place(n, 2, shape_of(n)) for n in terms}) == 1:
+                    made = Builder.beside(reader).make(reader, reader.target, tuple(map(_padded, terms)))
+            elif _keeps_zeros(reader, padding):
+                made = self.repeat(reader, reader.args, lambda n: gradient if n is padding else self.rows_of(n, place, reader))
+            if made is not None:
+                reader.replace_all_uses_with(self.pad(made, padding, reader))
+        return made is not None
+
+    def sink_behind_view(self, padding: fx.Node, view: fx.Node, reader: fx.Node) -> bool:
+        """Moves ``padding`` behind one reader of a view of it."""
+        with self.graph.inserting_before(reader):
+            if _keeps_zeros(reader, view):
+                made = self.repeat(reader, reader.args, lambda n: padding if n is view else self.viewed(n, reader, padding))
+                if made is None:
                     return False
-                made = Builder.beside(reader).make(reader, reader.target, (_padded(left), _padded(right)))
-            elif op_traits.packet(reader) in ZEROS_OF_ZEROS and reader.args[0] is padding and _is_row_by_row(reader):
-                if list(reader.args).count(padding) > 1 or shape_of(reader) != shape_of(padding):
-                    return False
-                repeated = self.repeat(
-                    reader, reader.args, lambda n: gradient if n is padding else self.rows_of(n, place, reader)
-                )
-                if repeated is None:
-                    return False
-                made = repeated
-            elif _keeps_rows(reader):
-                return self.sink_behind_view(padding, reader)
+                made = Builder.beside(reader).make(reader, aten.view.default, (made, list(shape_of(reader))))
+            elif len(shape_of(view)) == 2 and _is_understood(reader, view):
+                made = self.multiplied(padding, view, reader)
             else:
                 return False
-            reader.replace_all_uses_with(self.pad(made, padding, reader))
+        if made is not None:
+            reader.replace_all_uses_with(made)
         return True
-
-    def sink_behind_view(self, padding: fx.Node, view: fx.Node) -> bool:
-        """Moves ``padding`` behind the readers of a view of it."""
-        moved = False
-        for reader in [user for user in view.users if user.users]:
-            with self.graph.inserting_before(reader):
-                name = op_traits.packet(reader)
-                if name in ZEROS_OF_ZEROS and _is_row_by_row(reader) and reader.args[0] is view:
-                    if list(reader.args).count(view) > 1 or shape_of(reader) != shape_of(view):
-                        continue
-                    made = self.repeat(
-                        reader, reader.args, lambda n: padding if n is view else self.viewed(n, reader, padding)
-                    )
-                    if made is None:
-                        continue
-                    made = Builder.beside(reader).make(reader, aten.view.default, (made, list(shape_of(reader))))
-                elif len(shape_of(view)) == 2 and _is_understood(reader, view):
-                    made = self.multiplied(padding, view, reader)
-                else:
-                    continue
-            if made is not None:
-                reader.replace_all_uses_with(made)
-            moved = True
-        return moved
 
     def multiplied(self, padding: fx.Node, view: fx.Node, reader: fx.Node) -> fx.Node | None:
         """Returns what replaces ``reader``, a product with padded rows or a sum of them. None if its readers are replaced."""
@@ -273,10 +264,10 @@ class _Hoist:
             return made
         for product in list(reader.users):
             with self.graph.inserting_before(product):
-                *added, _, rows = product.args
-                apart = build.make(product, aten.view.default, (rows, [*shape_of(padding)[:-1], shape_of(rows)[-1]]))
+                added, whole = product.args[:-2], product.args[-1]
+                apart = build.make(product, aten.view.default, (whole, [*shape_of(padding)[:-1], shape_of(whole)[-1]]))
                 taken = build.make(product, aten.slice.Tensor, (apart, *_place(padding, 2, shape_of(padding))))
-                used = build.make(product, aten.view.default, (taken, [shape_of(flat)[0], shape_of(rows)[-1]]))
+                used = build.make(product, aten.view.default, (taken, [shape_of(flat)[0], shape_of(whole)[-1]]))
                 product.replace_all_uses_with(build.make(product, product.target, (*added, made, used)))
         return None
 

@@ -189,7 +189,7 @@ class _Rewriting:
         return math.prod(value.shape[lead:]) > 1 and not follows
 
     def between(self, whole: fx.Node, lead: int, start: int, stop: int, reader: fx.Node) -> fx.Node:
-        """Returns the rows from ``start`` to ``stop`` of ``whole`` in one dimension. It copies no other rows, and few of these."""
+        """Returns the rows from ``start`` to ``stop`` of ``whole`` in one dimension, without a copy of others."""
         if lead == 1:
             return self.build.make(reader, aten.slice.Tensor, (whole, 0, start, stop))
         inner, shape = math.prod(shape_of(whole)[1:lead]), shape_of(whole)

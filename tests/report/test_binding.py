@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from strategies import GraphBuilder, graphs
 
-from autoremat.planner.graph.op import Role
+from autoremat.planner.graph.op import Constraint, Role
 from autoremat.planner.search.planner import Planner
-from autoremat.report.binding import REMEDIES, parts_of_peak
+from autoremat.report.binding import REMEDIES, parts_of_peak, remedies_for_model
 
 
 @settings(max_examples=30, deadline=None)
@@ -32,3 +34,16 @@ def test_gradients_and_operands_are_told_apart():
     assert (operands.name, operands.bytes) == ("operands of op3", 200)
     assert "in parts along the rows" in operands.remedy
     assert (workspace.name, workspace.bytes) == ("workspace of op3", 50)
+
+
+def test_what_the_model_itself_decides_is_named():
+    """A tensor that its checkpoint policy saves, and one that a loop makes."""
+    for changes, words in (({"constraint": Constraint.SAVE}, "MUST_SAVE"), ({"target": "scan"}, "write the scan"), ({}, "")):
+        build = GraphBuilder()
+        kept = build.op([build.source(8)], 500)
+        build.ops[-1] = replace(build.ops[-1], **changes)
+        out = build.op([kept], 0)
+        gradient = build.op([build.source(0, Role.TANGENT), kept], 8, forward=False)
+        graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,))
+        remedies = remedies_for_model(Planner(graph).baseline, graph)
+        assert [words in remedy for remedy in remedies] == [True] * bool(words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import runpy
 import threading
 import warnings
@@ -125,3 +126,26 @@ def test_only_requests_for_inductor_in_this_thread_change():
         torch.compile(torch.sin, options={"memory_budget": "1GiB"})
     assert seen[0] == "own backend"
     assert "Unexpected optimization option memory_budget" in seen[1]
+
+
+@pytest.mark.parametrize(
+    ("library", "module", "name"),
+    [
+        ("accelerate", "accelerate.utils.memory", "should_reduce_batch_size"),
+        ("lightning", "lightning.pytorch.utilities.memory", "is_oom_error"),
+    ],
+)
+def test_a_search_for_the_batch_size_goes_on_after_an_infeasible_budget(library, module, name):
+    """The Trainer's ``auto_find_batch_size`` asks accelerate. Composer looks for the last words alone."""
+    pytest.importorskip(library, reason=f"needs {library}, of the extra `integrations`")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        is_memory = getattr(importlib.import_module(module), name)
+    torch._dynamo.reset()
+    options = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": 1000}
+    compiled = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend="autoremat", options=options)
+    with pytest.raises(RuntimeError, match=r"CUDA out of memory\.") as caught:
+        compiled(torch.ones(64, 64, requires_grad=True))
+    assert is_memory(caught.value)
+    compiled(torch.ones(4, 4, requires_grad=True)).backward()  # a smaller batch fits
+    assert not is_memory(RuntimeError("another error"))

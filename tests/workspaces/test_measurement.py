@@ -205,7 +205,17 @@ def test_an_undeclared_kernel_is_named_and_nothing_is_claimed(caplog: pytest.Log
     assert not report.fits
     assert "opaque_square" in str(report)
     assert "workspace_bytes" in caplog.text
+    assert "torch's own" not in caplog.text
     assert autoremat.Report.from_json(report.to_json()).unknown_workspaces == report.unknown_workspaces
+
+
+def test_nobody_is_advised_to_declare_an_op_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    rows = torch.nn.Embedding(10, 4, sparse=True)
+    options = {"memory_budget": "1GiB", "compiler": "aot_eager"}
+    torch.compile(lambda ids: rows(ids).sum(), backend="autoremat", options=options)(torch.arange(3)).backward()
+    assert "aten._sparse_coo" in caplog.text
+    assert "torch's own ops" in caplog.text
+    assert "declare_pure" not in caplog.text
 
 
 def test_an_undeclared_kernel_that_writes_to_its_arguments_is_named() -> None:
