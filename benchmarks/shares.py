@@ -52,8 +52,7 @@ def experts() -> Built:
 
 def convnext() -> Built:
     """Returns a ConvNeXt of two stages."""
-    layers = [nn.Conv2d(3, 16, 4, stride=4), *(ConvNextBlock(16, torch.float32) for _ in range(3))]
-    layers.append(nn.Conv2d(16, 32, 2, stride=2))
+    layers = [
         nn.Conv2d(3, 16, 4, stride=4),
         *(ConvNextBlock(16, torch.float32) for _ in range(3)),
         nn.Conv2d(16, 32, 2, stride=2),
