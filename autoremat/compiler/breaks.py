@@ -114,9 +114,9 @@ def _before_a_frame(*_: object) -> None:
 def _after_a_frame(*_: object) -> None:
     """Ends the time of the frame, and notes why Dynamo broke it."""
     global _frame_began
-    _frame_began = None
+    was_begun, _frame_began = _frame_began is not None, None  # not after a frame in which ``listen`` was called
     found = frames.frame_in_work()
-    if found is not None:
+    if found is not None and was_begun:
         for reason in dynamo.graph_breaks() - _breaks_before:
             frames.reasons.note(found[0], dynamo.in_few_words(reason))
 
