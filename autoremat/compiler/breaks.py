@@ -40,6 +40,8 @@ BACKENDS = ("autoremat.compiler.dynamo_backend", "autoremat.step_profile.blocks"
 REMEDIES = {
     dynamo.WITHOUT_RNN: "torch._dynamo.config.allow_rnn = True lets Dynamo trace it, but at an nn.LSTM on a CPU torch may fail",
     "generator": "Compile a function that the generator calls",
+    frames.MODE: "Run the first steps outside of that mode: count FLOPs, or watch ops, in a later step",
+    frames.LISTED: "Pass a module with a forward of its own, which calls torch's modules, to torch.compile",
     "Backend compiler": "torch logs the compiler's error; compiler='inductor' may do",
 }
 """What to do, by a phrase in Dynamo's reason."""
@@ -114,9 +116,9 @@ def _before_a_frame(*_: object) -> None:
 def _after_a_frame(*_: object) -> None:
     """Ends the time of the frame, and notes why Dynamo broke it."""
     global _frame_began
-    _frame_began = None
+    was_begun, _frame_began = _frame_began is not None, None  # not after a frame in which ``listen`` was called
     found = frames.frame_in_work()
-    if found is not None:
+    if found is not None and was_begun:
         for reason in dynamo.graph_breaks() - _breaks_before:
             frames.reasons.note(found[0], dynamo.in_few_words(reason))
 
@@ -127,7 +129,8 @@ def _gave_up(given: GivenUp) -> None:
     full = str(error) if error is given.error else f"{type(error).__name__}: {error}"
     reason = dynamo.in_few_words(full)
     place = f", at {short_source(given.line)}" if given.line else ""
-    if frames.is_library(given.code.co_filename) or given.code.co_name == "<genexpr>":
+    is_listed = frames.LISTED in full
+    if (frames.is_library(given.code.co_filename) and not is_listed) or given.code.co_name == "<genexpr>":
         return
     frames.reasons.note(given.code, f"{reason}{place}")
     asked = _asked(given.compiler)

@@ -23,6 +23,9 @@ from autoremat.torch_private import names
 LIMIT = names.resolve("torch._dynamo.convert_frame!Dynamo recompile limit exceeded")
 """The begin of the reason for a frame that Dynamo has compiled too often."""
 
+MODE, LISTED = "torch dispatch mode", "skipfiles list"
+"""Phrases in the reason for which Dynamo does not look at a frame."""
+
 RESUMED = names.resolve("torch._dynamo.resume_execution:TORCH_DYNAMO_RESUME_IN_PREFIX")
 """The prefix in the name of a function that resumes after a graph break."""
 
@@ -64,6 +67,10 @@ class Compiler:
         return cls(backend, names.read(function, "torch:_TorchCompileWrapper.kwargs", {}))
 
 
+class Skipped(Exception):
+    """Dynamo does not look at a frame."""
+
+
 @dataclass(frozen=True)
 class GivenUp:
     """A frame that Dynamo runs uncompiled because of ``error``."""
@@ -78,7 +85,7 @@ class GivenUp:
         """True if Dynamo cannot trace the frame; False if it hides another error."""
         from torch._dynamo import exc
 
-        return isinstance(self.error, (exc.Unsupported, exc.UserError))
+        return isinstance(self.error, (exc.Unsupported, exc.UserError, Skipped))
 
     @property
     def line(self) -> str:
@@ -94,6 +101,24 @@ class GivenUp:
         frame, left = self.frame, [MOST]
         reached = [*frame.f_locals.values(), *_contents(frame.closure), *_used_globals(self.code, frame.f_globals)]
         return any(_requires_gradient(value, DEEP, left) for value in reached)
+
+
+def _computes(code: CodeType, why_skipped: str) -> bool:
+    """Returns True for a frame that Dynamo skips although it may be all of a compiled step.
+
+    It runs within a mode of torch's dispatcher, or is the forward of a module of torch that no function of the user calls.
+    """
+    if MODE in why_skipped:
+        return True
+    file = code.co_filename.replace("\\", "/")
+    if LISTED not in why_skipped or code.co_name != "forward" or "/torch/nn/modules/" not in file or "container" in file:
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name not in ("compile_wrapper", "_fn"):
+        if not is_library(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 class Reasons:
@@ -147,6 +172,17 @@ def when_given_up(listener: Callable[[GivenUp], None]) -> None:
 
     vars(telling)["listener"] = listener
     vars(convert_frame)["format_error_msg"] = telling
+    skip = names.resolve("torch._dynamo.convert_frame:CatchErrorsWrapper._handle_skip")
+    if skip is None:  # torch 2.12 and earlier do not say why they skip a frame
+        return
+
+    def skipping(converter: Any, result: Any, frame: Any) -> Any:
+        if _computes(frame.f_code, str(result.skip_reason)):
+            listener(GivenUp(frame.f_code, Compiler.of(converter), Skipped(result.skip_reason), frame))
+        return skip(converter, result, frame)
+
+    vars(skipping)["listener"] = listener
+    setattr(convert_frame.CatchErrorsWrapper, skip.__name__, skipping)
 
 
 def frame_in_work() -> tuple[CodeType, Compiler] | None:

@@ -241,6 +241,12 @@ NAMES = (
     PrivateName(
         "torch._dynamo.convert_frame:format_error_msg", "frames that Dynamo gives up", "error, code, record_filename, frame"
     ),
+    PrivateName(
+        "torch._dynamo.convert_frame:CatchErrorsWrapper._handle_skip",
+        "frames that Dynamo gives up",
+        "self, result, frame",
+        first=13,
+    ),
     PrivateName("torch._dynamo.convert_frame:_compile(code)", "frames that Dynamo gives up"),
     PrivateName("torch._dynamo.convert_frame:_compile(compiler_fn)", "frames that Dynamo gives up"),
     PrivateName("torch._dynamo.exc!real_stack", "frames that Dynamo gives up"),

@@ -10,12 +10,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from uncompilable import KINDS, PLACES, ROWS, WIDTH, step_with
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning
 from autoremat.compiler import breaks
-from autoremat.torch_private import frames
+from autoremat.torch_private import frames, private_name
 
 OPTIONS = {"memory_budget": 0.9, "compiler": "aot_eager", "cost_model": "roofline"}
 
@@ -128,6 +129,36 @@ def test_a_hidden_error_is_told_of():
         (text,) = warned(step, inputs())
     assert "BudgetInfeasible" in text
     assert "suppress_errors" in text
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(private_name.MINOR < 13, reason="this torch does not say why it skips a frame")
+def test_a_first_step_within_a_mode_of_the_dispatcher_is_told_of():
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layers[0](x).square().mean()
+
+    step = compiled(loss)
+    with Mode():
+        (text,) = warned(step, inputs())
+    assert "outside of that mode" in text
+    assert warned(step, inputs()) == []
+
+
+@pytest.mark.skipif(private_name.MINOR < 13, reason="this torch does not say why it skips a frame")
+def test_modules_of_torch_that_dynamo_skips_are_told_of():
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
+    model.compile(backend="autoremat", options=OPTIONS)
+    (text,) = warned(model, inputs(), inputs())
+    assert "`Linear.forward`" in text
+    assert "a module with a forward of its own" in text
+    torch.compiler.reset()
+    breaks._told.clear()
+    roomy = torch.compile(model, backend="autoremat", options=OPTIONS | {"memory_budget": "1MiB"})
+    assert warned(roomy, inputs()) == []
 
 
 def test_each_text_has_the_reasons_of_its_function_alone():
