@@ -20,10 +20,10 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints-dev.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 60
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-random gpu gpu-rehearsal docs check format release clean
+.PHONY: help venv demo test test-slow test-card test-properties test-random gpu gpu-rehearsal docs check format release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 17
@@ -44,8 +44,13 @@ test: venv  ## the tests that take seconds
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow"
 
 # Each worker has threads for all cores. One that waits lets the other workers run.
-test-slow: venv  ## the tests that compile with Inductor or build whole models, and more examples of the properties
-	OMP_WAIT_POLICY=passive $(PYTEST) -m slow
+test-slow: venv  ## the tests that compile with Inductor or build whole models
+	OMP_WAIT_POLICY=passive $(PYTEST) -m "slow and not card"
+
+test-card: venv  ## all tests on the emulated CUDA device, of which `make test-slow` runs a few
+	OMP_WAIT_POLICY=passive $(PYTEST) -m card
+
+test-properties: venv  ## the properties with all their examples, of which `make test` draws an eighth
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" --examples 1 --fixed-seed
 
 test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more, SEED=1 the same again

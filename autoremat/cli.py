@@ -174,7 +174,8 @@ class _Request:
             if not isinstance(kind, type):
                 raise click.BadParameter(f"torch.optim has no class {self.optimizer!r}", param_hint="--optimizer")
             optimizer = kind([parameter for module in modules for parameter in module.parameters()])
-        return autoremat.device_budget(_number_or_text(self.device_memory), modules, optimizer, accumulate=self.accumulate)
+        total = _number_or_text(self.device_memory)
+        return autoremat.device_budget(total, modules, optimizer, accumulate=self.accumulate, device=self.device)
 
     def options(self, budget: Any = None) -> dict[str, Any]:
         """The backend's options, as ``torch.compile(options=...)`` takes them."""

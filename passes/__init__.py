@@ -9,6 +9,7 @@ from torch import fx
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture
+from autoremat.passes.ignore_running_averages import ignore_running_averages
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
 from autoremat.passes.inductor_workarounds.channels_last import state_channels_last
 from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
@@ -32,7 +33,7 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
 
     ``runs_on`` is the type of the graph's device under Inductor, such as "cuda", and None without Inductor.
     """
-    passes: list[Pass] = [forward_region_operands]
+    passes: list[Pass] = [forward_region_operands, ignore_running_averages]
     if runs_on is not None:
         passes.append(accumulate_into_first)
     if runs_on is not None and compilers.lays_channels_last(runs_on):

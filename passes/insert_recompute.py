@@ -21,7 +21,7 @@ from torch import fx
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.builder import Alias
 from autoremat.capture.capture import Capture
-from autoremat.ops import op_traits
+from autoremat.ops import batch_norms, op_traits
 from autoremat.passes.insert_transfers import Loads
 from autoremat.planner.graph.op import COMMUNICATES, Role
 from autoremat.planner.graph.schedule import Schedule
@@ -105,8 +105,11 @@ class _Inserter:
     def repeat(self, index: int) -> None:
         """Clones op ``index`` at the cursor and records its results as the newest holders."""
         node, op = self.capture.op_nodes[index], self.capture.graph.ops[index]
-        copies = {node: self.clone(node)}
-        for value in op.outputs:
+        copies, made = {node: self.clone(node)}, op.outputs
+        if batch_norms.averages_of(node):
+            batch_norms.forget_averages(copies[node])
+            made = made[: batch_norms.RESULTS]
+        for value in made:
             holder = self.capture.value_nodes[value]
             if holder is not None:
                 self.newest[value] = self.complete(holder, node, copies)

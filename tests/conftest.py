@@ -4,12 +4,14 @@ import gc
 import logging
 import os
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 
 import numpy
 import pytest
 import strategies
+from folders import TESTS
 from hypothesis import is_hypothesis_test, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -22,9 +24,14 @@ SEED = 0
 # The compiler knows the instructions of the processor. Inductor would try them again in every new cache folder.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+# Identical C++ code is compiled once, by all processes and runs together. ccache would not help: Inductor compiles and links
+# in one command.
+if shutil.which("g++"):
+    os.environ.setdefault("CXX", str(TESTS / "compiler_cache" / "g++"))
+
 QUICK_SHARE = 8
 QUICK_EXAMPLES = range(2, 11)
-"""The quick suite draws an eighth of the examples that a property asks for, 2 to 10; `make test-slow` draws all of them."""
+"""The quick suite draws an eighth of the examples that a property asks for, 2 to 10; `make test-properties` draws all."""
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=60
@@ -114,7 +121,7 @@ def seed() -> Iterator[int]:
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     if "autoremat.compiler.overlap_warning" in sys.modules:
-        sys.modules["autoremat.compiler.overlap_warning"]._watch.end()  # a cycle may still hold outputs of open calls
+        sys.modules["autoremat.compiler.overlap_warning"].reset()
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +131,6 @@ def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(variable, raising=False)
     configure()
     if len(registry._reports) > registry.KEPT // 2:
-        registry._reports.clear()  # tests count them: none is to meet the bound
+        registry.reset()  # tests count them: none is to meet the bound
     yield
     configure()

@@ -157,7 +157,7 @@ def _fork() -> None:
     import torch._inductor.compile_fx  # noqa: F401  # what ranks import while they compile
     import torch.distributed.fsdp  # noqa: F401
 
-    import autoremat.compiler.compile_loop  # noqa: F401  # not the entry point, whose import tells the job of the process
+    import autoremat.compiler.dynamo_backend  # noqa: F401
 
     for line in sys.stdin:
         folder, rank, environment = json.loads(line)

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from autoremat.agreement.rendezvous import Meeting, Rendezvous
 from autoremat.agreement.session import Session
 from autoremat.basics.errors import AgreementError, AutorematError, OptionWarning, find_cause
 from autoremat.basics.progress import now
+from autoremat.basics.warn import warn_user
 from autoremat.torch_private.processes import Job, job
 
 log = logging.getLogger("autoremat")
@@ -119,9 +119,8 @@ def _tell_of_missing(meeting: Meeting, place: str, channel: Channel) -> None:
     unknown = [str(rank) for rank in meeting.missing if not channel.has(f"process/{rank}")]
     known = "" if not unknown else f" Ranks {', '.join(unknown)} have not used autoremat in this job, or ended before they did."
     known += "".join(f" Before that, {channel.failures[rank]}." for rank in meeting.missing if rank in channel.failures)
-    warnings.warn(
+    warn_user(
         f"ranks {ranks} did not come to compile {place}, so the others planned it without them.{known} Their plans may differ, "
         'and nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',
         OptionWarning,
-        stacklevel=5,
     )

@@ -1,4 +1,4 @@
-"""Whether the processes of a job live. Each one says so in the store from its first use of the backend on.
+"""Whether the processes of a job live. Each one says so in the store from its first compilation on.
 
 A process registers, sends heartbeats from a thread, and writes its *end* when the interpreter exits. A rank that waits for
 another one looks at all three. On the same machine it also sees whether the other process exists.

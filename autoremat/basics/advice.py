@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoremat.basics.error_text import aligned
-from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.basics.units import bytes_apart, format_seconds
 
 FITS_SHOWN = 2
 """Number of fitting trials that the sentence of advice names."""
@@ -44,7 +44,7 @@ class Trial:
     @property
     def figures(self) -> str:
         """The predicted peak and time, as text."""
-        peak = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        peak = " of ".join(bytes_apart(self.peak_bytes, self.limit_bytes))
         return peak if self.seconds is None else f"{peak}, predicted {format_seconds(self.seconds)} per step"
 
 
@@ -56,6 +56,8 @@ class Advice:
     """The plans that were tried, in sequence."""
     otherwise: str = ""
     """What to do if none of them fits."""
+    failed: tuple[str, ...] = ()
+    """What could not be tried because of an error, each with that error."""
 
     @property
     def fitting(self) -> tuple[Trial, ...]:
@@ -76,4 +78,5 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [(one.settings, one.figures, "" if one.fits else "does not fit") for one in self.trials]
-        return "\n".join([*(["Tried:", *aligned(rows, "<<<"), ""] if rows else []), self.sentence])
+        failed = [f"Could not be tried: {one}" for one in self.failed]
+        return "\n".join([*(["Tried:", *aligned(rows, "<<<"), ""] if rows else []), *failed, self.sentence])

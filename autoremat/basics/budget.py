@@ -1,12 +1,11 @@
 """Parses memory budgets as users write them, and converts them to bytes."""
 
 import math
-from fractions import Fraction
 from numbers import Real
 
 from autoremat.basics.checks import MOST_BYTES, as_float, as_int, refused, text_to_bytes
 from autoremat.basics.errors import OptionsError
-from autoremat.basics.units import BYTE_FORMS, parse_percent
+from autoremat.basics.units import BYTE_FORMS, parse_percent, share_bytes
 
 FORMS_ANYWHERE = (
     f'an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in [0.001, 1] or text such as "70%" (that share of the '
@@ -16,6 +15,9 @@ FORMS_ANYWHERE = (
 
 LEAST_SHARE = 0.001
 """Least share of a peak that counts as meant."""
+
+MOST_GIB = 32
+"""Largest number without a unit that is taken for GiB. A larger one, up to 100, is taken for per cent."""
 
 
 def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int | float | None:
@@ -39,8 +41,8 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
     if math.isfinite(share) and share > 1:
         raise OptionsError(
             f"{name}={value!r}: a float is a share of the peak that the step needs without autoremat, at most 1. "
-            f"{likely_share(share)}"
-            f'For bytes give an int, such as {round(share)}, or a string with a unit, such as "6GiB". '
+            f"{likely_budget(share)}"
+            'For bytes give an int or a string with a unit, such as "6GiB". '
             f"Accepted: {forms}"
         )
     return _share(share, value, name, forms)
@@ -55,12 +57,16 @@ def _share(share: float, value: object, name: str, forms: str) -> float:
 
 def likely_share(number: float) -> str:
     """Returns the question whether a number above 1 and at most 100 is meant as per cent, or ""."""
-    return f"Did you mean {number / 100:g} ({number:g} %)? " if 1 < number <= 100 else ""
+    return f"Did you mean {number / 100!r} ({number:g} %)? " if 1 < number <= 100 else ""
+
+
+def likely_budget(number: float) -> str:
+    """Returns the question whether a number above 1 and at most 100 is meant as GiB or as per cent, or ""."""
+    return f'Did you mean "{number:g}GiB"? ' if 1 < number <= MOST_GIB else likely_share(number)
 
 
 def budget_bytes(budget: int | float | None, reference_bytes: int) -> int | None:
     """Returns the budget in bytes, or None for no bound. A float is a share of ``reference_bytes``."""
     if isinstance(budget, float):
-        # Exact arithmetic on the decimal as written: 0.7 of 10 bytes is 7, but 0.7 as a binary fraction would give 6.
-        return math.floor(Fraction(repr(budget)) * reference_bytes)
+        return share_bytes(budget, reference_bytes)
     return budget

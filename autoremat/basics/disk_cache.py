@@ -22,6 +22,7 @@ from pathlib import Path
 import filelock
 import platformdirs
 
+from autoremat.basics.environment import CACHE_FOLDER, said
 from autoremat.basics.environment import CACHE_SIZE as SIZE_VARIABLE
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.files import read_regular_text
@@ -47,7 +48,7 @@ UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recu
 
 def folder(kind: str = "reports") -> Path:
     """Returns the folder of the files of one kind."""
-    chosen = os.environ.get("AUTOREMAT_CACHE_DIR")
+    chosen = said(CACHE_FOLDER)
     return (Path(chosen) if chosen else platformdirs.user_cache_path("autoremat")) / kind
 
 
@@ -160,7 +161,7 @@ def size_limit() -> int:
 
     Raises ``OptionsError`` if the environment variable is malformed.
     """
-    asked = os.environ.get(SIZE_VARIABLE)
+    asked = said(SIZE_VARIABLE)
     try:
         return parse_bytes(asked) if asked else DEFAULT_SIZE
     except ValueError as error:

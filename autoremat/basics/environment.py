@@ -2,15 +2,15 @@
 
 import difflib
 import os
-import warnings
 
 from autoremat.basics.errors import OptionWarning
+from autoremat.basics.warn import warn_user
 
 PREFIX = "AUTOREMAT_"
 BUDGET, COST_MODEL, POLICY = "AUTOREMAT_MEMORY_BUDGET", "AUTOREMAT_COST_MODEL", "AUTOREMAT_POLICY"
 PROGRESS, CACHE_FOLDER, CACHE_SIZE = "AUTOREMAT_PROGRESS", "AUTOREMAT_CACHE_DIR", "AUTOREMAT_CACHE_SIZE"
-VERIFY_PASSES = "AUTOREMAT_VERIFY_PASSES"
-KNOWN = (BUDGET, COST_MODEL, POLICY, PROGRESS, CACHE_FOLDER, CACHE_SIZE, VERIFY_PASSES)
+VERIFY_PASSES, NEWER_TORCH = "AUTOREMAT_VERIFY_PASSES", "AUTOREMAT_NEWER_TORCH"
+KNOWN = (BUDGET, COST_MODEL, POLICY, PROGRESS, CACHE_FOLDER, CACHE_SIZE, VERIFY_PASSES, NEWER_TORCH)
 
 _refused: set[str] = set()
 """Unknown variables that a warning has named already."""
@@ -28,8 +28,6 @@ def warn_of_unknown() -> None:
         _refused.add(name)
         nearest = difflib.get_close_matches(name[len(PREFIX) :], [known[len(PREFIX) :] for known in KNOWN], n=1)
         hint = f"Is {PREFIX}{nearest[0]} meant?" if nearest else "None of these names is close."
-        warnings.warn(
-            f"the environment variable {name} has no effect: nothing reads it. {hint} Known: {', '.join(KNOWN)}",
-            OptionWarning,
-            stacklevel=2,
+        warn_user(
+            f"the environment variable {name} has no effect: nothing reads it. {hint} Known: {', '.join(KNOWN)}", OptionWarning
         )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from autoremat.basics.advice import Advice
 from autoremat.basics.error_text import aligned, binding
-from autoremat.basics.units import format_bytes
+from autoremat.basics.units import bytes_apart, format_bytes, least_share, share_bytes, share_text
 
 SUPPORTED_MINORS = range(11, 16)
 """Minor versions of torch 2 that the package supports.
@@ -167,6 +167,10 @@ class BudgetInfeasible(AutorematError):
     """What binds the minimum peak found: kinds of bytes with their number, the largest first."""
     loss_chunks: int = 1
     """The number of chunks of the loss in the plan of ``minimum_bytes``, the fewest with that peak."""
+    budget_share: float | None = None
+    """The share of the reference peak that was asked for; None for a budget in bytes."""
+    reference_bytes: int | None = None
+    """The reference peak, of which ``budget_share`` is a share."""
     advice: Advice | None = field(default=None, init=False)
     """What makes the step fit, if that was looked for and found."""
 
@@ -186,6 +190,13 @@ class BudgetInfeasible(AutorematError):
         """Names the rank of a distributed job that the error comes from."""
         self.rank = rank
         self.args = (self._message(),)
+
+    def asked_as(self, share: float | None, reference_bytes: int | None) -> "BudgetInfeasible":
+        """Returns the error, which from now on names the budget as a share of the reference peak if it was asked for so."""
+        if share is not None and reference_bytes is not None and share_bytes(share, reference_bytes) == self.budget_bytes:
+            self.budget_share, self.reference_bytes = share, reference_bytes
+            self.args = (self._message(),)
+        return self
 
     def advised(self, advice: Advice | None) -> None:
         """Ends the message with advice on what makes the step fit, if there is some."""
@@ -215,6 +226,9 @@ class BudgetInfeasible(AutorematError):
         if self._exceeds_device:
             figures["memory of the device"] = self.device_bytes
         rows = [(f"{what}:", format_bytes(n), f"{n} bytes") for what, n in figures.items() if n is not None]
+        if self.budget_share is not None and self.reference_bytes is not None:
+            asked = f"{self.budget_bytes} bytes, {share_text(self.budget_share, self.reference_bytes)}"
+            rows[0] = (rows[0][0].replace("memory_budget", f"memory_budget={self.budget_share:g}"), rows[0][1], asked)
         if self.max_slowdown is not None:
             lines[0] += f", and its time within {self.max_slowdown:.1%} of that without a budget"
             found = "no plan fits" if self.least_slowdown is None else f"{self.least_slowdown:.1%}"
@@ -244,7 +258,11 @@ class BudgetInfeasible(AutorematError):
 
     def _advice(self) -> list[str]:
         fits = "which fits by simulation: an error there names what generated code needs" if self.is_simulated else "which fits"
-        first = f"raise memory_budget to {self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), {fits}; less may fit too"
+        less = "; less may fit too" if self.lower_bound_bytes < self.minimum_bytes else ""
+        first = f"raise memory_budget to {self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), {fits}{less}"
+        if self.reference_bytes is not None:
+            share = least_share(self.minimum_bytes, self.reference_bytes)
+            first = f"raise memory_budget to {share:g}, or to {first.removeprefix('raise memory_budget to ')}"
         if self._exceeds_device:
             first = "use a device with more memory: no budget within that of this device suffices"
         advice = [first, "use a smaller batch or a shorter sequence", BEST_EFFORT]
@@ -304,11 +322,19 @@ class FallbackWarning(UserWarning):
     """Warns of a fallback: torch's partitioner takes a graph that could not be planned, and no budget holds for it."""
 
 
-def best_effort_message(subject: str, needed_bytes: int, budget_bytes: int) -> str:
-    """Returns the text of a ``BudgetWarning`` for a best-effort plan over its budget. ``subject`` is a step, in words."""
+def best_effort_message(subject: str, needed_bytes: int, budget: int, share: float | None = None, reference: int = 0) -> str:
+    """Returns the text of a ``BudgetWarning`` for a plan over its budget, which runs anyway. ``subject`` is a step, in words.
+
+    With a ``share``, the budget was asked for as a share of the peak of ``reference`` bytes.
+    """
+    needed, limit = bytes_apart(needed_bytes, budget)
+    needs = f"{subject} needs {needed}, over its budget of {limit}"
+    if share is None or share_bytes(share, reference) != budget:
+        return f"{needs}: nothing smaller was found, and it runs anyway"
     return (
-        f"{subject} needs {format_bytes(needed_bytes)}, over its budget of {format_bytes(budget_bytes)}: nothing smaller was "
-        'found, and on_infeasible="best_effort" runs it anyway'
+        f"{needs} (memory_budget={share:g}, {share_text(share, reference)}): nothing smaller was found, and it runs at that "
+        f"peak. The least share that works is {least_share(needed_bytes, reference):g}. autoremat.explain tells more; "
+        'on_infeasible="raise" makes an infeasible share an error'
     )
 
 

@@ -7,7 +7,6 @@ messages, so that working threads do not. Outside of ``status_if_slow``, calls o
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -154,7 +153,7 @@ def status_if_slow(
         finally:
             outer.pop()
         return
-    shown = shown and outer is None and os.environ.get("RANK", "0") == "0"
+    shown = shown and outer is None and environment.said("RANK") in ("", "0")
     outlet = outlet_of(console) if shown else None
     levels = [level] if outlet is not None else []
     _here.levels = levels

@@ -1,5 +1,6 @@
-"""Parses and formats bytes and seconds: "6GiB" to an int, an int to "6.00 GiB"."""
+"""Parses and formats bytes and seconds: "6GiB" to an int, an int to "6.00 GiB". Converts shares to bytes."""
 
+import math
 import re
 from fractions import Fraction
 
@@ -38,6 +39,22 @@ def parse_percent(text: str) -> float | None:
     return None if match is None else float(Fraction(match[1]) / 100)
 
 
+def share_bytes(share: float, reference_bytes: int) -> int:
+    """Returns the share of ``reference_bytes`` in whole bytes, rounded down."""
+    # Exact arithmetic on the decimal as written: 0.7 of 10 bytes is 7, but 0.7 as a binary fraction would give 6.
+    return math.floor(Fraction(repr(share)) * reference_bytes)
+
+
+def least_share(needed_bytes: int, reference_bytes: int) -> float:
+    """Returns the least share of ``reference_bytes`` that is enough for ``needed_bytes``, in thousandths; at most 1."""
+    return min(1.0, math.ceil(Fraction(1000 * needed_bytes, max(1, reference_bytes))) / 1000)
+
+
+def share_text(share: float, reference_bytes: int) -> str:
+    """Returns a share of a reference peak in words."""
+    return f"{100 * share:.4g} % of the {format_bytes(reference_bytes)} that the step needs without autoremat"
+
+
 def format_bytes(count: int) -> str:
     """Returns ``count`` bytes as text in powers of 1024: "512 B", "1.50 GiB"."""
     scaled = float(abs(count))
@@ -49,6 +66,12 @@ def format_bytes(count: int) -> str:
         if scaled < 1023.995:  # 1023.995 would round to 1024.00, which is 1.00 of the next unit
             return f"{sign}{scaled:.2f} {unit}"
     return f"{sign}{scaled / 1024:.2f} TiB"
+
+
+def bytes_apart(count: int, other: int) -> tuple[str, str]:
+    """Returns both numbers of bytes as text: in full too, where they differ and would look alike."""
+    short = format_bytes(count), format_bytes(other)
+    return short if count == other or short[0] != short[1] else (f"{short[0]} ({count} bytes)", f"{short[1]} ({other} bytes)")
 
 
 def format_seconds(seconds: float) -> str:

@@ -142,7 +142,8 @@ class Builder:
                 return {str(key): hold(t, f"{name}[{key!r}]") for key, t in tensor.items()}
             if not isinstance(tensor, torch.Tensor):
                 return None
-            known = self.storages.get(tensor_identity.storage_key(tensor) or 0)
+            key = tensor_identity.storage_key(tensor)
+            known = None if key is None else self.storages.get(key)
             if known is not None and known in may_alias:
                 return known
             made.append(self.new_value(node, name, tensor, Role.COMPUTED))

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.basics.errors import CaptureError
+from autoremat.basics.errors import CaptureError, OptionWarning
+from autoremat.basics.warn import warn_user
 from autoremat.capture import call_cost, communication
 from autoremat.capture.builder import Alias, Builder, flatten, written_values
 from autoremat.capture.kernel_shapes import product_type, shapes_of
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
+from autoremat.ops.batch_norms import RESULTS, averages_of
 from autoremat.ops.reductions import ends_pass
 from autoremat.ops.tensors import tensor_bytes
 from autoremat.ops.work import arithmetic_of
@@ -75,12 +77,26 @@ def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
 
 
 def device_rates(device: torch.device, cuda_name: str | None) -> Device:
-    """Returns the rates of ``device``, or of the CUDA device ``cuda_name``."""
+    """Returns the rates of ``device``, or of the CUDA device ``cuda_name``.
+
+    Warns with ``OptionWarning``, once for each kind of device, if that is neither a CPU nor CUDA.
+    """
     if device.type == "cpu" and cuda_name is None:
         return cpu_device(torch.get_num_threads())
     if cuda_name is None:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
+    if device.type not in ("cpu", "cuda") and device.type not in _unknown_kinds:
+        _unknown_kinds.add(device.type)
+        warn_user(
+            f"the device {device.type} is planned as a middling CUDA card: seconds, workspaces and the peak are a guess, for "
+            "autoremat has been tried on CPUs and CUDA cards only. Compare the step's peak with the allocator's own figure",
+            OptionWarning,
+        )
     return cuda_device(cuda_name)
+
+
+_unknown_kinds: set[str] = set()
+"""Kinds of devices that a warning has named already."""
 
 
 @contextlib.contextmanager
@@ -142,6 +158,15 @@ def _overwritten_inputs(builder: Builder) -> set[int]:
     return found | written_values(builder.calls, builder.aliases)
 
 
+def _read_again(builder: Builder, node: fx.Node) -> set[int]:
+    """Returns the values that a second run of the node reads. Nobody else may read the new averages of a batch norm."""
+    averages = {value for average in averages_of(node) for value in flatten(builder.aliases.get(average))}
+    moved = set(builder.makes[node][RESULTS:])
+    readers = (reader for reader, read in builder.reads.items() if not moved.isdisjoint(read))
+    is_free = all(joint_graphs.must_be_in_forward(reader) for reader in readers)
+    return set(builder.reads[node]) - (averages if is_free else set())
+
+
 def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
     """Returns the names that the model gives to results, by op.
 
@@ -167,7 +192,7 @@ def _op(
     traits = call_cost.traits_of(node)
     if builder.may_repeat_collectives and communication.is_gathering(node):
         traits = traits & ~Trait.COLLECTIVE | Trait.GATHER
-    if overwritten.intersection(builder.reads[node]):
+    if overwritten.intersection(_read_again(builder, node)):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
     moved = call_cost.traffic_of(node, cost.moved_bytes, builder.fuses)

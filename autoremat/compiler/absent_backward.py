@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import fx
 
 from autoremat.basics.errors import OptionWarning
+from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
 from autoremat.options.options import Options
 from autoremat.request.budgets import is_profile
@@ -30,7 +29,7 @@ def warn_without_backward(gm: fx.GraphModule, options: Options, is_explicit: boo
         return
     reason = _reason(gm, is_explicit and place not in _trained)
     if reason:
-        warnings.warn(f"memory_budget has no effect on {place}: {reason}", OptionWarning, stacklevel=2)
+        warn_user(f"memory_budget has no effect on {place}: {reason}", OptionWarning)
 
 
 def _reason(gm: fx.GraphModule, is_meant_to_train: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from autoremat.agreement.joining import session_at
 from autoremat.agreement.session import Parts, grouped
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, best_effort_message
+from autoremat.basics.warn import warn_user
 from autoremat.planner.multigraph.step_profile import Step, StepProfile
 from autoremat.request.request import Request
 
@@ -45,7 +45,7 @@ class AgreedStep:
             return None
 
 
-def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "") -> StepProfile:
+def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "the step") -> StepProfile:
     """Returns the profile under the limits of the request for all ranks that have a step of the same graphs in the same order.
 
     The ranks meet at ``place``. Raises ``BudgetInfeasible`` as :func:`profile_within` does.
@@ -56,8 +56,8 @@ def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "
 def profile_within(agreed: AgreedStep, request: Request, settles_as: str) -> StepProfile:
     """Returns the profile of a step under its budget.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, a step that ``settles_as``
-    names for a warning gets the minimum peak found instead.
+    Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, the step, which
+    ``settles_as`` names for a warning, gets the minimum peak found instead.
     """
     step, budget, limits = agreed.step, agreed.budget_bytes, request.limits
     profile = agreed.profile
@@ -65,11 +65,13 @@ def profile_within(agreed: AgreedStep, request: Request, settles_as: str) -> Ste
         try:
             profile = step.shared_out(budget, limits.advice)
         except BudgetInfeasible as error:
-            if not settles_as or request.must_fit:
-                raise
-            message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes)
-            warnings.warn(message, BudgetWarning, stacklevel=6)
+            share, reference = limits.reference_share, step.reference_peak_bytes
+            if request.must_fit:
+                raise error.asked_as(share, reference) from None
+            message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes, share, reference)
+            warn_user(message, BudgetWarning)
             profile = step.shared_out(error.minimum_bytes)
+    profile = replace(profile, must_fit=request.must_fit)
     return profile if limits.ledger is None else replace(profile, device_ledger=limits.ledger.of_step(profile.peak_bytes))
 
 

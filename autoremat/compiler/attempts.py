@@ -272,22 +272,27 @@ def allocated_peak_bytes(attempts: Sequence[Attempt]) -> int | None:
 
 def _accepted_peak(attempts: Sequence[Attempt], peaks_of: Callable[[Attempt], Mapping[bool, int]]) -> int | None:
     *earlier, last = attempts
-    if last.purpose is Purpose.RETURN:
-        return max(peaks_of(attempts[-3]).values(), default=0)
+    same = _with_the_last_plan(attempts)
+    if last.purpose is Purpose.RETURN:  # to the first of them, which showed both halves
+        return max(peaks_of(same[0]).values(), default=0)
     peaks: dict[bool, int] = {}
     for attempt in earlier:
         for half, counted in attempt.code_peaks.items():
             if counted <= attempt.budget_bytes:
                 peaks[half] = max(peaks_of(attempt)[half], peaks.get(half, 0))
-    for attempt in attempts:
-        if attempt.headroom_bytes == last.headroom_bytes:
-            peaks.update(peaks_of(attempt))
+    for attempt in same:
+        peaks.update(peaks_of(attempt))
     return max(peaks.values()) if len(peaks) == 2 else None
+
+
+def _with_the_last_plan(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Returns the attempts with the plan of the last one: in one compilation, the headroom decides the plan."""
+    return [attempt for attempt in attempts if attempt.headroom_bytes == attempts[-1].headroom_bytes]
 
 
 def pool_bytes(attempts: Sequence[Attempt]) -> int | None:
     """Returns the bytes that the pool of CUDA graphs keeps with the accepted code; None without CUDA graphs."""
-    same = [attempt for attempt in attempts if attempt.headroom_bytes == attempts[-1].headroom_bytes]
+    same = _with_the_last_plan(attempts)
     return max((attempt.pool_bytes for attempt in same if attempt.pool_bytes is not None), default=None)
 
 

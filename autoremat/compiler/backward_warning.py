@@ -8,11 +8,9 @@ can begin in any step, so every call is looked at, by two hooks on its autograd 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +18,14 @@ from torch.autograd.graph import Node
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.device_memory.inventory import Inventory
 from autoremat.planner.memory.backward_bytes import BackwardBytes
 from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.report.report import Report
 from autoremat.torch_private import autograd
 from autoremat.torch_private.dynamo import until_reset
+from autoremat.torch_private.untraced import around_backward
 
 ANEW = "Call the function once for each backward"
 """The remedy for what repeated backwards of one call keep."""
@@ -75,13 +75,12 @@ class Backwards:
         if packed is not None:
             self._judge_copies(packed.copied_bytes)
         call = _Call(self, node, device)
-        node.register_prehook(partial(_begins, call))
-        node.register_hook(partial(_ended, call))
+        around_backward(node, call.begins, call.ended)
 
     def warn(self, message: str) -> None:
         """Warns once for all graphs of the function."""
         self.told.told = True
-        warnings.warn(message, BudgetWarning, stacklevel=4)
+        warn_user(message, BudgetWarning)
 
     def _judge_copies(self, copied: int) -> None:
         """Warns if what hooks copy of the saved tensors brings the forward, at its end, over the budget."""
@@ -131,7 +130,7 @@ class _Call:
         if budget is not None and need > budget:
             self.graph.warn(_message(self.graph, need, count, beside, keeps))
 
-    def ended(self, gradients: Iterable[torch.Tensor | None]) -> None:
+    def ended(self, gradients: Iterable[torch.Tensor | None], *_: Any) -> None:
         """Notes the gradients of a backward that keeps its graph: another one may follow."""
         if autograd.keeps_graph() and not self.graph.told.told:
             self._gradients += [weakref.ref(one) for one in gradients if one is not None]
@@ -142,16 +141,6 @@ class _Call:
         leaves = [leaf for reference in self._bare or () if (leaf := reference()) is not None]
         summed = [leaf.grad for leaf in leaves if leaf.grad is not None]
         return Inventory(self.device.type, ROUNDING if self.device.type == "cuda" else 1).bytes_of([*held, *summed])
-
-
-@autograd.untraced
-def _begins(call: _Call, received: Sequence[torch.Tensor | None]) -> None:
-    call.begins(received)
-
-
-@autograd.untraced
-def _ended(call: _Call, gradients: Sequence[torch.Tensor | None], _: Any) -> None:
-    call.ended(gradients)
 
 
 def _message(graph: Backwards, need: int, count: int, beside: int, keeps: bool) -> str:

@@ -62,7 +62,7 @@ def seconds_in_dynamo() -> float:
     return 0.0 if _frame_began is None else time.monotonic() - _frame_began
 
 
-def _before_a_frame() -> None:
+def _before_a_frame(*_: object) -> None:
     global _frame_began
     _frame_began = time.monotonic()
     if dynamo.runs_in_transform() and IN_TRANSFORM not in _told:
@@ -74,7 +74,7 @@ def _before_a_frame() -> None:
         )
 
 
-def _after_a_frame() -> None:
+def _after_a_frame(*_: object) -> None:
     """Ends the time of the frame, and warns once if Dynamo left an RNN untraced."""
     global _frame_began
     _frame_began = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from functools import partial
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler import records
 from autoremat.compiler.attempts import (
@@ -37,12 +37,12 @@ from autoremat.compiler.counting import Codes, expandable_remedy
 from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.infeasibility import infeasible
-from autoremat.compiler.joint_graph import PlanningContext
+from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import ALONE, Agreed, Peers
-from autoremat.compiler.plain_code import plain_code_peak
+from autoremat.compiler.plain_code import reference_by_code
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
@@ -98,7 +98,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
     attempts: list[Attempt] = []
     codes = Codes()
     is_estimate = False
-    plain_bytes = _plain_code_bytes(source, request, record)
+    reference = _reference(source, request, record, may_repeat)
     while True:
         now("tracing", attempt=len(attempts) + 1)
         context = PlanningContext(
@@ -107,7 +107,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
             cuda_name=source.cuda_name,
             sharded_inputs=sharded_inputs(source.module),
             may_repeat_collectives=may_repeat,
-            plain_code_bytes=plain_bytes,
+            reference=reference,
             rates=agreed.rates,
             host_link=agreed.host_link,
         )
@@ -168,21 +168,24 @@ def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALO
             return CompiledGraph(function, report, "")
 
 
-def _plain_code_bytes(source: GraphSource, request: Request, record: Record | None) -> int | None:
-    """Returns the peak of Inductor's own code for a share of it, if the simulation is rough; else None.
-
-    A record of an earlier process knows it.
-    """
+def _reference(source: GraphSource, request: Request, record: Record | None, may_repeat: bool) -> Reference | None:
+    """Returns the reference peak by Inductor's own code; None without a share. A record of an earlier process knows it."""
     known = None if record is None else record.report
-    if known is not None:
-        return known.reference_bytes if known.reference_source == CODE else None
-    return plain_code_peak(source, PlanningContext(request), device_of_inputs(source.module, source.inputs))
+    if known is not None and known.reference_bytes is not None and known.reference_source == CODE:
+        return Reference(known.reference_bytes, CODE, known.reference_saved_bytes or 0)
+    context = PlanningContext(
+        request,
+        cuda_name=source.cuda_name,
+        sharded_inputs=sharded_inputs(source.module),
+        may_repeat_collectives=may_repeat,
+    )
+    return reference_by_code(source, context)
 
 
 def _known_report(record: Record) -> Report | None:
     """Returns the report of an earlier process, and repeats its warnings."""
     for message in () if record.report is None else record.report.constraint_warnings:
-        warnings.warn(message, ConstraintWarning, stacklevel=3)
+        warn_user(message, ConstraintWarning)
     return record.report
 
 
@@ -299,7 +302,8 @@ def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt],
         if halves := codes.note(least.headroom_bytes, {}):
             reserved = planned.count.code_report(planned.plan, halves)
             remedies = (expandable_remedy(reserved, report.budget_bytes or 0), *remedies)
-    return infeasible(
+    error = infeasible(
         planning, request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes, remedies, allocated,
         plan_file=planned.plan_file,
     )  # fmt: skip
+    return error.asked_as(report.budget_share, report.reference_bytes)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.planner.memory.allocations import Allocations, HalfAllocations, beside_sizes, joined, simulated
 from autoremat.planner.memory.allocator_settings import AllocatorSettings
@@ -67,6 +67,13 @@ class Count:
         With both halves, it is the peak of the backward.
         """
         return unsplit_bytes(_of_halves(halves).beside(beside_sizes(plan.timeline)), self.settings)
+
+    def bytes_beside(self, halves: Mapping[bool, HalfAllocations], beside: Sequence[int], allocated: int) -> int:
+        """Returns the counted bytes of generated code of ``allocated`` bytes, with further allocations ``beside`` it."""
+        step = _of_halves(halves)
+        if not self.is_bounded:
+            return allocated + unsplit_bytes(step.beside(beside), self.settings)
+        return reserved_bytes(step.beside([self.code_headroom_bytes, *beside]), self.settings)
 
     def code_report(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> Reserved:
         """Returns all figures of the generated code of ``plan``."""
@@ -150,8 +157,6 @@ def warn_without_effect(request: Request, device_type: str) -> None:
     """Warns with ``OptionWarning`` if reserved bytes are asked for and not counted."""
     reason = _lacks_effect(request.limits, device_type) if request.count == "reserved" else ""
     if reason:
-        warnings.warn(
-            f'count="reserved" has no effect: {reason}. A budget bounds allocated bytes there; leave count out',
-            OptionWarning,
-            stacklevel=3,
+        warn_user(
+            f'count="reserved" has no effect: {reason}. A budget bounds allocated bytes there; leave count out', OptionWarning
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from autoremat.basics.errors import (
     unwrapped,
 )
 from autoremat.basics.progress import status_if_slow
+from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
 from autoremat.capture.capture import may_train
 from autoremat.capture.communication import may_communicate
@@ -36,7 +36,7 @@ from autoremat.compiler.early_gradients import checked, compiled_in_parts
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.peers import joined
-from autoremat.compiler.publishing import published
+from autoremat.compiler.publishing import EVALUATION, published
 from autoremat.compiler.split_budget import request_in_split
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
@@ -70,6 +70,7 @@ def backend(
     parsed = Options.parse(options, mode, compilers.inductor_config_names)
     note_graph()
     listen()
+    membership()  # other ranks see from now on whether this process lives, although it may share a plan later or never
     note_compiled(parsed, options, PLANNING_KEYS, until_reset())
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
@@ -87,7 +88,6 @@ def backend(
 
 
 listen()
-membership()  # other ranks see from now on whether this process lives, although its first graph comes later
 explain_absence_by(what_dynamo_said)
 
 
@@ -105,13 +105,34 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
     if interceptor is not None:
         return interceptor.compile(gm, inputs, patches)
     around = Surroundings.of(gm, inputs)
+    if options.compiler == "inductor" and around.device.type == "cpu":
+        compilers.require_cpp_compiler(patches)  # an error before anything is measured and planned
+    try:
+        compiled = _compile_in_parts_or_whole(gm, inputs, options, around, patches, is_explicit)
+    except Exception as error:
+        if find_cause(error, BudgetInfeasible) is None or options.on_infeasible or not around.evaluates:
+            raise
+        settled = replace(options, on_infeasible="best_effort")
+        compiled = _compile_in_parts_or_whole(gm, inputs, settled, around, patches, is_explicit)
+    return checked(compiled, inputs, options)
+
+
+def _compile_in_parts_or_whole(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    around: Surroundings,
+    patches: Mapping[str, Any],
+    is_explicit: bool,
+) -> Compiled:
+    """Returns a callable that computes the graph, in parts with a backward each if hooks on gradients ask for them."""
     whole = replace(options, early_gradients=False, hooks_free_gradients=False)
     compiled = compiled_in_parts(
         gm, inputs, options, around, patches, lambda part, given: _compile(part, given, whole, is_explicit)
     )
     if compiled is None:
         compiled = _compile_whole(GraphSource(gm, inputs, patches), options, around)
-    return checked(compiled, inputs, options)
+    return compiled
 
 
 def _compile_whole(source: GraphSource, options: Options, around: Surroundings) -> Compiled:
@@ -162,14 +183,15 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
             records.save(found.key, found.record)
         if found.report is not None:
             note_grant(request, around, found.report.budget_bytes)
-        return published(found.function, found.report, request, note_on(gm))
+        evaluates = not request.must_fit and request.limits.peak_bytes is not None and around.evaluates
+        return published(found.function, found.report, request, note_on(gm), EVALUATION if evaluates else "")
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
-        if is_user_error(error) or asks_to_restart(error) or not request.fuses:
+        if is_user_error(error) or asks_to_restart(error) or compilers.lacks_cpp_compiler(error) or not request.fuses:
             raise
         place = source_info.place_of(gm.graph)
         if not request.falls_back:
             raise planning_error(error, place) from error
         log.info("compiling a plan failed", exc_info=error)
         compiled = compilers.compile_with_inductor(gm, source.inputs, dict(source.patches), {})
-        warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)
+        warn_user(fallback_message(error, place), FallbackWarning)
         return compiled

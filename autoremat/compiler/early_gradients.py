@@ -8,7 +8,6 @@ part leave before the backward of an earlier one begins. An optimizer in the bac
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,10 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.agreed_profile import AgreedStep
 from autoremat.compiler.cuts import Cuts, Division
+from autoremat.compiler.dead_code import remove_dead_code
 from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.number_of_parts import FIRST, Candidate, agreed_candidates, best_trial, candidates, note_of
 from autoremat.compiler.split_budget import PlannedParts, SharedBudget, planned_together, share_out
@@ -30,9 +31,10 @@ from autoremat.options.options import Options
 from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings
-from autoremat.torch_private import autograd, split_graphs
+from autoremat.torch_private import autograd, compilers, split_graphs
 from autoremat.torch_private.dynamo import sharded_inputs
 from autoremat.torch_private.split_graphs import GradientHooks
+from autoremat.torch_private.untraced import around_backward
 
 log = logging.getLogger("autoremat")
 
@@ -66,6 +68,8 @@ def compiled_in_parts(
     if wanted == 1:
         _warn_of_hooks(hooked.values(), options, around.device)
         return None
+    if not compilers.keeps_dead_draws(patches):
+        remove_dead_code(gm)
     cuts = Cuts(gm, inputs, around.device.type)
     division = cuts.divided(wanted)
     if division.count == 1:
@@ -184,17 +188,16 @@ def _warn_of_hooks(parameters: Collection[torch.Tensor], options: Options, devic
         return
     hooks = _hooks((), parameters, device)
     if hooks.bytes:
-        warnings.warn(
+        warn_user(
             f"hooks run after the backward of this graph, with all gradients live. A step of an optimizer in a hook allocates "
             f"up to {format_bytes(hooks.bytes)} beside them, so the step may exceed memory_budget. early_gradients=True runs "
             "the hooks between parts of the graph, and counts that",
             BudgetWarning,
-            stacklevel=4,
         )
 
 
 def _warn_without_effect(option: str, reason: str) -> None:
-    warnings.warn(f"{option} has no effect: {reason}", OptionWarning, stacklevel=4)
+    warn_user(f"{option} has no effect: {reason}", OptionWarning)
 
 
 def _hooks(freed: Collection[str], parameters: Collection[torch.Tensor], device: torch.device) -> GradientHooks:
@@ -239,12 +242,11 @@ class _Check:
             return
         self.is_done = True
         size = sum(parameter.numel() * parameter.element_size() for parameter in found)
-        warnings.warn(
+        warn_user(
             f"hooks_free_gradients=True, but the hooks leave {len(found)} of {len(self.parameters)} gradients after a "
             f"backward, of {format_bytes(size)} together (the first has the shape {tuple(found[0].shape)}): the step may "
             "exceed memory_budget by as much. Let each hook set .grad to None, or set hooks_free_gradients=False",
             BudgetWarning,
-            stacklevel=2,
         )
 
 
@@ -259,7 +261,7 @@ def checked(function: Compiled, inputs: Sequence[Any], options: Options) -> Comp
         outputs = function(*args)
         node = autograd.backward_node(outputs, args)
         if node is not None:
-            node.register_hook(lambda *_: autograd.when_backward_ends(check))
+            around_backward(node, ends=lambda *_: autograd.when_backward_ends(check))
         return outputs
 
     return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from autoremat.basics.checks import MOST_BYTES
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import Capture
 from autoremat.capture.forms import with_forms
 from autoremat.capture.pricing import ROOFLINE
@@ -104,4 +104,4 @@ def refused_setting(captured: Capture) -> str:
 def warn_of_unused_forms(unused: Sequence[str]) -> None:
     """Warns with ``OptionWarning`` of each option in ``unused``, which states the reason why it has no effect."""
     for text in unused:
-        warnings.warn(text, OptionWarning, stacklevel=3)
+        warn_user(text, OptionWarning)

@@ -47,6 +47,16 @@ class ToldPlan:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """The peak that a graph needs without this package, with its code headroom."""
+
+    bytes: int
+    source: str
+    saved_bytes: int = 0
+    """Bytes that the step with this peak saves for the backward."""
+
+
+@dataclass(frozen=True)
 class PlanningContext:
     """Everything beside the joint graph that decides its plan."""
 
@@ -70,8 +80,8 @@ class PlanningContext:
     """The plan of another rank or of an earlier process; None for a search."""
     sharded_inputs: frozenset[int] = frozenset()
     """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
-    plain_code_bytes: int | None = None
-    """Peak of the code that Inductor generates without this package; None if the simulation stands for it."""
+    reference: Reference | None = None
+    """The reference peak by the code that Inductor generates alone; None if it is not known, or no budget is a share of it."""
 
     @property
     def decided_by_code(self) -> bool:

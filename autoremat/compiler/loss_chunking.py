@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
 from autoremat.basics.progress import now
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.passes.pipeline import run_passes
@@ -160,4 +160,4 @@ def _chunked(
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(f"chunk_loss has no effect on a graph: {reason}", OptionWarning, stacklevel=2)
+    warn_user(f"chunk_loss has no effect on a graph: {reason}", OptionWarning)

@@ -12,7 +12,6 @@ afterwards, until another graph is compiled.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,14 +23,16 @@ from torch.autograd.graph import Node
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.backward_warning import Backwards, told_of
 from autoremat.compiler.dynamic_shapes import SizeCheck
 from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
-from autoremat.torch_private.autograd import Packed, backward_node, keeps_graph, noting_packed, untraced
+from autoremat.torch_private.autograd import Packed, backward_node, keeps_graph, noting_packed
 from autoremat.torch_private.dynamo import number_of_function
 from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.pipelining import infers_metadata
+from autoremat.torch_private.untraced import around_backward, when_dropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,16 +108,10 @@ class _Call:
     """One call of a graph. It is open until its backward has run or autograd drops this object."""
 
 
-@untraced
 def _ended(call: _Call, watch: Watch, *_: Any) -> None:
     """Ends the call after its backward, as an autograd hook, unless autograd keeps its saved tensors."""
     if not keeps_graph():
         watch.finish(id(call))
-
-
-@untraced
-def _close(watch: Watch, call: int) -> None:
-    watch.close(call)
 
 
 @dataclass
@@ -178,8 +173,8 @@ class Watch:
         if node is not None:
             call = _Call()
             self.open[id(call)] = present
-            weakref.finalize(call, _close, self, id(call)).atexit = False
-            node.register_hook(partial(_ended, call, self))
+            when_dropped(call, self.close, id(call))
+            around_backward(node, ends=partial(_ended, call, self))
             graph.follow(node, args, packed)
         return outputs
 
@@ -283,10 +278,15 @@ def _of_gradients(present: _Open, peak: int, more: int, to_others: int) -> str:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, BudgetWarning, stacklevel=3)
+    warn_user(message, BudgetWarning)
 
 
 _watch = Watch()
+
+
+def reset() -> None:
+    """Forgets the open calls of this process, whose outputs a cycle may still hold."""
+    _watch.end()
 
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:

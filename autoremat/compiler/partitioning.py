@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -20,6 +19,7 @@ from autoremat.basics.errors import (
     fallback_message,
     planning_error,
 )
+from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, price_graph
 from autoremat.compiler.partitioner import Partitioner
@@ -76,7 +76,7 @@ class Partitioning(Generic[P]):
             joint.module.graph = untouched
             self.fell_back, self.planned = True, None
             log.info("planning failed", exc_info=error)
-            warnings.warn(fallback_message(error, source_info.place_of(untouched)), FallbackWarning, stacklevel=1)
+            warn_user(fallback_message(error, source_info.place_of(untouched)), FallbackWarning)
         return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
 
     def plan_and_rewrite(self, priced: PricedGraph) -> joint_graphs.PartitionedModules:

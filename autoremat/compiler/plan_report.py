@@ -11,9 +11,8 @@ from autoremat.basics.progress import now
 from autoremat.compiler.counting import Count
 from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.infeasibility import memory_notes
-from autoremat.compiler.joint_graph import PlanningContext
+from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.loss_chunking import ChunkingChoice
-from autoremat.compiler.reference import Reference
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
 from autoremat.report.report import Report

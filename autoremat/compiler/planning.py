@@ -11,7 +11,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, find_within, judged
 from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import no_plan_fits
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.plan_report import ReportedPlan, report_of
 from autoremat.compiler.reference import budget_of, find_soft_budget, layout_copies_bytes, plan_without_us, reference_of
@@ -182,7 +182,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
     reference = reference_of(priced, context, planner, counted, earlier.torchs_plans)
     budget = budget_of(context, reference)
-    candidates = _CandidateSearch(context, soft_budget, budget, headroom, bounded, earlier)
+    candidates = _CandidateSearch(context, soft_budget, budget, headroom, bounded, earlier, reference)
     choice = choose_parts(priced, context, candidates.candidate)
     chosen = choice.taken
     by_clock = earlier.ended_by_clock or (context.told is not None and context.told.ended_by_clock)
@@ -221,6 +221,8 @@ class _CandidateSearch:
     bounded: Count | None
     """Counts the bytes of a budget on reserved bytes; None for a budget on allocated bytes."""
     earlier: EarlierSearches
+    reference: Reference | None
+    """The reference peak, of which the budget is a share; None if the budget is none."""
 
     def candidate(self, priced: PricedGraph, chunks: int, first: ChunkingCandidate | None = None) -> ChunkingCandidate:
         """Returns ``priced``, whose loss has so many ``chunks``, with its best plan within the limits.
@@ -280,7 +282,9 @@ def _plan_within(candidates: _CandidateSearch, choice: ChunkingChoice) -> Plan:
     plan = plan or chosen.planning.smallest
     if context.request.must_fit and not chosen.priced.joint.is_region:
         if is_too_slow or not _may_fit(plan, chosen, context, candidates.budget):
-            raise no_plan_fits(choice, context, candidates.budget, candidates.headroom, candidates.bounded)
+            error = no_plan_fits(choice, context, candidates.budget, candidates.headroom, candidates.bounded)
+            reference = candidates.reference
+            raise error.asked_as(context.request.limits.reference_share, None if reference is None else reference.bytes)
     return plan
 
 

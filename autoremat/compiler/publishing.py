@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 
 from autoremat import host_memory
 from autoremat.basics.errors import BudgetWarning, best_effort_message
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
@@ -27,13 +27,17 @@ PART = (
 )
 """Note in the reports of the graphs of a broken function under a share."""
 
+EVALUATION = ". All modules with its parameters are in evaluation mode: torch.no_grad() around evaluation needs no backward"
+"""What a warning of an infeasible budget adds in evaluation with gradients on."""
 
-def published(compiled: Compiled, report: Report | None, request: Request, note: str = "") -> Compiled:
+
+def published(compiled: Compiled, report: Report | None, request: Request, note: str = "", excuse: str = "") -> Compiled:
     """Registers and logs ``report``, with ``note`` if that is not empty, and returns ``compiled``.
 
+    ``excuse`` ends the warning of a step over its budget.
+
     The returned callable compares its transfers with the plan. It is watched for other open calls if the graph has a budget of
-    its own. Warns with ``BudgetWarning`` if
-    the step exceeds the budget, or if compiled autograd traces its backward anew.
+    its own. Warns with ``BudgetWarning`` if the step exceeds the budget, or if compiled autograd traces its backward anew.
     """
     if report is None:
         return compiled
@@ -48,28 +52,28 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             ", ".join(report.unknown_workspaces),
         )
     if not report.within_budget and report.budget_bytes is not None and not request.is_part:
-        message = best_effort_message("the step", report.counted_bytes, report.budget_bytes)
-        warnings.warn(message, BudgetWarning, stacklevel=2)
+        message = best_effort_message(
+            "the step", report.counted_bytes, report.budget_bytes, report.budget_share, report.reference_bytes or 0
+        )
+        warn_user(message + excuse, BudgetWarning)
     warn_of_unused_forms(report.unused_forms)
     if not report.keeps_time:
-        warnings.warn(
+        warn_user(
             f"the step is predicted to take {report.slowdown:.1%} longer than without a budget, over its max_slowdown of "
             f"{report.max_slowdown:.1%}: no plan found within memory_budget ({format_bytes(report.budget_bytes or 0)}) is fast "
             f"enough, and within that time the minimum peak found is {format_bytes(report.timed_minimum_bytes or 0)}. "
             'on_infeasible="best_effort" runs the step anyway',
             BudgetWarning,
-            stacklevel=2,
         )
     log.info("%s", report.summary())
     trace_artifact("autoremat_report", report.to_json)
     add_report(report)
     if report.budget_bytes is not None and retraces_backwards():
-        warnings.warn(
+        warn_user(
             "compiled autograd traces the backward of this graph anew and compiles it without the plan's order and without a "
             f"look at its peak: the budget of {format_bytes(report.budget_bytes)} does not hold. Switch "
             "torch._dynamo.config.compiled_autograd off",
             BudgetWarning,
-            stacklevel=2,
         )
     if report.host_peak_bytes:
         host_memory.release()  # the buffers of a plan that this one replaces have other sizes

@@ -1,38 +1,30 @@
 """The reference peak: the peak that a graph needs without this package. A float as a budget is a share of it.
 
-Under Inductor it is the simulated peak of torch's own partition, with the code headroom and the layout copies that Inductor
-makes. Under ``aot_eager`` nothing is recomputed without this package, so it is the baseline's. It never exceeds the baseline's.
+Under Inductor it is the peak of the code that Inductor generates alone (:mod:`autoremat.compiler.plain_code`). Where no code is
+generated, as for a card by name or for several graphs of a step, torch's own partition is simulated, with the code headroom and
+the layout copies that Inductor makes. Under ``aot_eager`` torch makes the same partition, which then runs uncompiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.progress import now
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.basics.warn import warn_user
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
 from autoremat.passes import is_layout_copy
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.plan_source import PlanSource
 
 MOST_OPS = 2500
-"""Number of ops up to which torch's partitioner is asked. It takes seconds for a thousand ops, and has no time limit."""
+"""Number of ops up to which torch's partitioner is asked without a budget. It takes seconds for a thousand ops."""
 
 CODE, TORCH = "the code that Inductor generates alone", "torch's own partition"
-STAND_IN, BASELINE = "a stand-in for torch's own partition", "the baseline"
-SMALLEST = "the smallest plan found, for torch's own partition needs less"
-"""Sources of a reference peak. The stand-in saves the minimum cut of least time, and so recomputes about what torch does."""
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The peak that a graph needs without this package, with its code headroom."""
-
-    bytes: int
-    source: str
-    saved_bytes: int = 0
-    """Bytes that the plan with this peak saves for the backward."""
+BASELINE = "the step without recomputation, for torch's own partition is unknown"
+SMALLEST = "the smallest plan found, for the step without autoremat needs less"
+"""Sources of a reference peak."""
 
 
 def reference_of(
@@ -44,27 +36,21 @@ def reference_of(
 ) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
-    It is at most the peak of the baseline, and at least that of the smallest plan, so that a share of 1 is feasible.
-    ``counted`` returns the bytes of a plan that the budget counts. ``torchs_plans`` are those of earlier attempts; a new one is
-    added. The time limit of ``planner`` begins afterwards.
+    A share of 1 refers at least to the smallest plan, so that it is feasible. ``counted`` returns the bytes of a plan that the
+    budget counts. ``torchs_plans`` are those of earlier attempts; a new one is added. The time limit of ``planner`` begins
+    afterwards.
     """
-    if context.request.limits.reference_share is None or priced.joint.is_region:
+    limits = context.request.limits
+    if limits.reference_share is None or priced.joint.is_region:
         return None
-    source, plan = plan_without_us(priced, context, planner, torchs_plans)
-    size = counted(plan) + layout_copies_bytes(priced, plan)
-    if context.plain_code_bytes is not None:
-        source, size = CODE, context.plain_code_bytes
-    found = [Reference(size, source, plan.saved_bytes), _of(planner.baseline, BASELINE, counted)]
-    least = _of(planner.smallest, SMALLEST, counted)
-    return max(min(found, key=_size), least, key=_size)
-
-
-def _of(plan: Plan, source: str, counted: Callable[[Plan], int]) -> Reference:
-    return Reference(counted(plan), source, plan.saved_bytes)
-
-
-def _size(reference: Reference) -> int:
-    return reference.bytes
+    found = context.reference
+    if found is None:
+        source, plan = plan_without_us(priced, context, planner, torchs_plans)
+        found = Reference(counted(plan) + layout_copies_bytes(priced, plan), source, plan.saved_bytes)
+    least = planner.smallest if limits.takes_whole_reference else None
+    if least is None or counted(least) <= found.bytes:
+        return found
+    return Reference(counted(least), SMALLEST, least.saved_bytes)
 
 
 def plan_without_us(
@@ -72,15 +58,21 @@ def plan_without_us(
 ) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
-    The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. The stand-in takes its
-    place on graphs of many ops, and where the simulator cannot follow torch. The time limit of ``planner`` begins afterwards.
+    The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. If the simulator cannot
+    follow it, the baseline takes its place, with a ``BudgetWarning``. The time limit of ``planner`` begins afterwards.
     """
-    if not context.request.fuses:
-        return BASELINE, planner.baseline
-    torchs = _torchs_plan(priced, [] if torchs_plans is None else torchs_plans) if len(priced.graph.ops) <= MOST_OPS else None
+    torchs = _torchs_plan(priced, [] if torchs_plans is None else torchs_plans)
     priced.name_planning(context.request.time_limit)
     planner.restart()
-    return (STAND_IN, planner.least_traffic()) if torchs is None else (TORCH, torchs)
+    if torchs is not None:
+        return TORCH, torchs
+    warn_user(
+        "the share of a budget refers to the step without recomputation, which needs more than the step without autoremat: "
+        "torch's own partition of this graph could not be simulated (the logger autoremat has the reason). Give the budget "
+        "in bytes",
+        BudgetWarning,
+    )
+    return BASELINE, planner.baseline
 
 
 def layout_copies_bytes(priced: PricedGraph, plan: Plan) -> int:

@@ -9,7 +9,6 @@ is then compiled under its share, as under a step profile.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from autoremat.basics.errors import (
 )
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.agreed_profile import AgreedStep, Gathers, agreed_step, profile_within
 from autoremat.compiler.lowering import GraphSource
 from autoremat.compiler.split_words import advice_of, words_of
@@ -96,12 +96,11 @@ def _split_of(request: Request) -> split_graphs.Split | None:
         return None
     split = split_graphs.current_split()
     if split is None:
-        warnings.warn(
+        warn_user(
             "DistributedDataParallel splits this graph into buckets, but this version of torch does not show them: each keeps "
             "memory_budget by itself, and together they may exceed it. Set torch._dynamo.config.optimize_ddp = False, or pass "
             "the result of autoremat.profile_step as memory_budget",
             BudgetWarning,
-            stacklevel=2,
         )
     elif limits.max_slowdown is not None:
         words = words_of(split)

@@ -6,11 +6,11 @@ Tiles change the rounding of sums over rows. By ``tiles="auto"``, tiled candidat
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from functools import partial
 
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
 from autoremat.basics.progress import now
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, Contend, best_of, choose_chunking
 from autoremat.passes.pipeline import run_passes
@@ -83,4 +83,4 @@ def _tiled(priced: PricedGraph, context: PlanningContext, tiles: int) -> PricedG
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(f"tiles has no effect on a graph: {reason}", OptionWarning, stacklevel=2)
+    warn_user(f"tiles has no effect on a graph: {reason}", OptionWarning)

@@ -49,7 +49,7 @@ def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.G
     """Returns a partition as a plan.
 
     Raises ``PlanInvalid`` if the simulator cannot follow the partition. Also raises it if the partition recomputes an op that
-    reads an input that the forward overwrites, as a batch norm with running statistics does. Autograd refuses such a backward.
+    reads an input that the forward overwrites. Autograd refuses such a backward.
     """
     plan = Plan.of(captured.graph, schedule_of_partition(captured, forward, backward), "torch")
     repeated = (captured.graph.ops[op] for op in plan.recomputed)

@@ -16,6 +16,7 @@ from autoremat.report.report import Report
 from autoremat.torch_private.autograd import backward_node
 from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.pipelining import infers_metadata
+from autoremat.torch_private.untraced import around_backward
 
 
 class _Running(threading.local):
@@ -41,8 +42,7 @@ class TransferCheck:
         self._compare("forward", "to", done)
         node = backward_node(outputs, args)
         if node is not None:
-            node.register_prehook(self._begin_backward)
-            node.register_hook(self._end_backward)
+            around_backward(node, self._begin_backward, self._end_backward)
         return outputs
 
     def _begin_backward(self, *_: Any) -> None:

@@ -16,6 +16,7 @@ from autoremat.basics.units import BYTE_FORMS
 from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory
 from autoremat.device_memory.strategies import rows_of_models
+from autoremat.measure.machine import checked_device
 from autoremat.planner.cost import DATASHEETS, device_memory
 from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
@@ -159,7 +160,7 @@ def _whole_device(total: int | str, modules: Sequence[nn.Module], device: str | 
         raise refused("device", device, forms) from error
     if asked.type == "cuda":
         return _on_cuda(str(asked), asked, torch.cuda.is_available(), moved=own.type != "cuda")
-    kind = "cpu" if asked.type == "meta" else asked.type
+    kind = "cpu" if asked.type == "meta" else checked_device(asked).type
     return _WholeDevice(kind, kind, moved=own.type != kind)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import warnings
 
 import torch
 from torch.optim import Optimizer
 
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable
+from autoremat.basics.warn import warn_user
 from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of, unwrapped
 from autoremat.planner.memory.caching_allocator import ROUNDING
@@ -16,7 +16,10 @@ from autoremat.planner.multigraph.device_budget import UPDATES, LedgerRow
 
 
 def live_optimizers(device: torch.device) -> list[Optimizer]:
-    """Returns the optimizers of this process with parameters on ``device`` that require gradients."""
+    """Returns the optimizers of this process with parameters on ``device`` that require gradients, of whatever model.
+
+    Looking through four million objects takes 0.3 s.
+    """
     # By their own types: proxies and lazy objects are not asked.
     every = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer) and hasattr(thing, "param_groups"))
     found = {id(optimizer): optimizer for optimizer in map(unwrapped, every)}
@@ -26,7 +29,8 @@ def live_optimizers(device: torch.device) -> list[Optimizer]:
 def rows_to_come(device: torch.device) -> tuple[LedgerRow, ...]:
     """Returns the ledger's rows for the memory that live optimizers will allocate on ``device``; empty if there is none.
 
-    Warns with ``BudgetWarning`` if the memory of an optimizer cannot be predicted.
+    Those of other models count too, for their state takes the same free memory. Warns with ``BudgetWarning`` if the memory of
+    an optimizer cannot be predicted.
     """
     optimizers = live_optimizers(device)
     if not optimizers:
@@ -35,11 +39,10 @@ def rows_to_come(device: torch.device) -> tuple[LedgerRow, ...]:
     try:
         memory = optimizer_memory(optimizers, device.type, rounding)
     except OptimizerUnpredictable as error:
-        warnings.warn(
+        warn_user(
             f'memory_budget="auto" hands out all free memory, because the optimizer\'s state is unknown: {error}. Pass '
             'memory_budget=autoremat.device_budget("auto", model, optimizer)',
             BudgetWarning,
-            stacklevel=2,
         )
         return ()
     if memory.state_bytes <= memory.existing_bytes:

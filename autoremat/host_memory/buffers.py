@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from autoremat.basics.units import format_bytes
 from autoremat.host_memory.streams import new_event
+from autoremat.torch_private.untraced import when_dropped
 
 
 class Buffer:
@@ -50,7 +51,7 @@ def _lock_pages(buffer: Buffer) -> None:
             f"{format_bytes(size)} of the host's memory cannot be locked for copies from and to the device (CUDA error "
             f"{status}). Free memory of the host, raise the limit of locked memory (`ulimit -l`), or allow less host memory"
         )
-    weakref.finalize(buffer, _unlock_pages, buffer.memory, (buffer.stored, buffer.loaded)).atexit = False
+    when_dropped(buffer, _unlock_pages, buffer.memory, (buffer.stored, buffer.loaded))
 
 
 def _unlock_pages(memory: NDArray[numpy.uint8], copies: tuple[Any, Any]) -> None:
@@ -86,7 +87,7 @@ class Pool:
         except IndexError:
             buffer = self._grow(size)
         lent = buffer.memory[:]  # an object of its own, which the tensor's storage keeps
-        weakref.finalize(lent, _give_back, buffer, free).atexit = False
+        when_dropped(lent, _give_back, buffer, free)
         return torch.from_numpy(lent)
 
     def _grow(self, size: int) -> Buffer:

@@ -1,10 +1,13 @@
-"""The memory and the ranks of this machine."""
+"""The memory, the devices and the ranks of this machine."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import torch
+
+from autoremat.basics.errors import OptionsError
 from autoremat.torch_private.processes import job
 
 CONTROL_GROUPS = (
@@ -41,6 +44,23 @@ def _available(meminfo: Path) -> int:
         return int(lines["MemAvailable"].removesuffix("kB")) * 2**10
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def checked_device(device: torch.device) -> torch.device:
+    """Returns ``device``, unless it is of a kind that torch does not find here. Fake tensors on one would abort the process.
+
+    Cards of CUDA pass, because they can be planned for by name. Raises ``OptionsError`` for others.
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return device
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != device.type:
+        known = "cpu" if present is None else f"cpu, {present.type}"
+        raise OptionsError(
+            f"device={str(device)!r} cannot be planned for: torch finds no such device here, only {known}. Cards that are not "
+            'here can be planned for if they are CUDA\'s, by name: device="H100-80GB"'
+        )
+    return device
 
 
 def ranks_of_machine() -> int:

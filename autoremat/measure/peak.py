@@ -7,6 +7,9 @@
 On a CPU, the figure comes from torch's allocator events, which `torch.profiler` records. On CUDA, it comes from the allocator's
 own counters. These count whole blocks of the device: a multiple of 512 bytes, and for a tensor of more than 1 MiB at most 1 MiB
 above that. Neither figure includes memory from other sources, such as oneDNN's scratch memory or thread stacks.
+
+A process's first CPU tracker sets a variable of the environment and takes the standard error while it starts: not while its
+block runs.
 """
 
 from __future__ import annotations
@@ -201,8 +204,8 @@ class CpuTracker(PeakTracker):
 
 @contextlib.contextmanager
 def _kineto_silenced() -> Iterator[None]:
-    """Suppresses kineto's messages at each start and stop. Kineto reads the level once, at its first use."""
-    if "KINETO_LOG_LEVEL" in os.environ:
+    """Suppresses kineto's messages at each start and stop. Kineto reads the level once: while the first profile starts."""
+    if _used_up or "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
     os.environ["KINETO_LOG_LEVEL"] = KINETO_SILENT

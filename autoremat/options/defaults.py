@@ -1,11 +1,11 @@
 """Records the defaults that compiled graphs used, so that ``configure`` can warn that it comes too late for them."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoremat.basics.checks import options_of, underscored
 from autoremat.basics.errors import OptionWarning
+from autoremat.basics.warn import warn_user
 
 _taken: dict[str, object] = {}
 """For each option, the default that the latest compiled graph used."""
@@ -31,9 +31,8 @@ def warn_if_late(configured: Mapping[str, object]) -> None:
         _taken.clear()
     late = [key for key, value in configured.items() if key in _taken and _taken[key] != value]
     if late:
-        warnings.warn(
+        warn_user(
             f"configure({', '.join(f'{key}=...' for key in late)}) comes too late for what is compiled already, which stays "
             "as it is. Call configure before the first step, or torch.compiler.reset() now, so that all is compiled again",
             OptionWarning,
-            stacklevel=3,
         )

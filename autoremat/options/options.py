@@ -50,7 +50,7 @@ class OptionValues(TypedDict, total=False):
     auto_headroom: int | str
     time_limit: float
     compiler: str
-    on_infeasible: str
+    on_infeasible: str | None
     on_planning_error: str | None
     cost_model: str
     plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None
@@ -95,7 +95,8 @@ class Options:
     - time_limit: seconds of the processor that one search may take. They grant an amount of work, which ends the search at the
         same plan on any machine. Each attempt searches anew, and so does each candidate for a chunked loss or tiles.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
-    - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
+    - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found, with a warning.
+        None stands for "best_effort" with a share and "raise" with bytes.
     - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
         nothing is measured).
     - on_planning_error: the action if a graph cannot be planned: "raise", or "fallback" to torch's partitioner, with a warning
@@ -135,7 +136,7 @@ class Options:
     auto_headroom: int = DEFAULT_AUTO_HEADROOM
     time_limit: float = 10.0
     compiler: str = "inductor"
-    on_infeasible: str = "raise"
+    on_infeasible: str | None = None
     on_planning_error: str | None = None
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
@@ -168,7 +169,9 @@ class Options:
             "auto_headroom": values.headroom(self.auto_headroom),
             "time_limit": positive_seconds(self.time_limit, "time_limit"),
             "compiler": one_of(COMPILERS, self.compiler, "compiler"),
-            "on_infeasible": one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
+            "on_infeasible": None
+            if self.on_infeasible is None
+            else one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
             "cost_model": one_of(COST_MODELS, self.cost_model, "cost_model"),
             "on_planning_error": None
             if self.on_planning_error is None
@@ -227,7 +230,8 @@ class Options:
     @property
     def allowed_slowdown(self) -> float | None:
         """The share by which a plan may take longer than the fastest one; None for no bound."""
-        return values.slowdown(self.max_slowdown)
+        assert not isinstance(self.max_slowdown, str), "__post_init__ has parsed it"
+        return self.max_slowdown
 
     @property
     def open_calls(self) -> OpenCalls:

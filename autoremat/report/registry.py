@@ -41,7 +41,16 @@ def add_report(report: Report) -> None:
 def note_graph() -> None:
     """Counts a graph that the backend received."""
     global _graphs_seen
-    _graphs_seen += 1
+    with _lock:
+        _graphs_seen += 1
+
+
+def reset() -> None:
+    """Forgets all reports and the number of graphs, as in a new process."""
+    global _graphs_seen
+    with _lock:
+        _graphs_seen = 0
+        _reports.clear()
 
 
 class Reports(list[Report]):

@@ -5,13 +5,13 @@ This module alone tells kinds of budgets apart. Every front door asks it, and no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autoremat.basics.budget import FORMS_ANYWHERE
 from autoremat.basics.errors import BudgetWarning, OptionsError, OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.measure.machine import share_of_host_memory
 from autoremat.options.options import Options
 from autoremat.planner.cost import device_memory
@@ -45,11 +45,10 @@ def requests_of(options: Options, around: Surroundings) -> Mapping[int | None, R
     shares = profile.shares_of(around.key) or profile.shares_of_block(around.block)
     if not shares:
         if around.key not in profile.step.others:
-            warnings.warn(
+            warn_user(
                 "a graph is compiled that the profiled step did not have, under the whole budget of the step: the peaks of "
                 "this graph and of others can add up. Profile the function that is compiled, with inputs of these shapes",
                 BudgetWarning,
-                stacklevel=3,
             )
         return {None: _with_ledger(_request_of(profile.budget_bytes, options, around), profile)}
     found = {share: _of_share(share, profile, options, around) for share in dict.fromkeys(shares.values())}
@@ -120,15 +119,14 @@ def _limits_on_device(limits: Limits, ledger: DeviceBudget, options: Options) ->
 
     Raises ``DeviceTooSmall`` if the ledger alone exceeds the device, or warns of it if the best effort is asked for.
     """
-    if options.on_infeasible == "raise":
+    if options.on_infeasible != "best_effort":
         ledger.check()
     elif not ledger.fits(1):
         needed = format_bytes(ledger.device_bytes(1) + ledger.reserve_bytes)
-        warnings.warn(
+        warn_user(
             f"the ledger of the device needs {needed} of {format_bytes(ledger.total_bytes)}, whatever is recomputed: "
             f"{ledger.advice(ledger.binding(1))}",
             BudgetWarning,
-            stacklevel=2,
         )
     return replace(limits, peak_bytes=max(1, ledger.budget_bytes), ledger=ledger)
 
@@ -157,13 +155,14 @@ def _of_share(share: Share | None, profile: StepProfile, options: Options, aroun
         warn_of_open_calls()
     host = profile.step.host_bytes
     if host is None and options.host_memory is not None:
-        warnings.warn(
+        warn_user(
             "host_memory has no effect under a step profile that was made without it: pass it to profile_step, in `options`",
             OptionWarning,
-            stacklevel=4,
         )
     advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
     limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, advice=advice)
+    if not (profile.must_fit or options.on_infeasible):
+        options = replace(options, on_infeasible="best_effort")
     return _with_ledger(Request.of(options, limits, OpenCalls()), profile)
 
 
@@ -173,10 +172,9 @@ def _with_ledger(request: Request, profile: StepProfile) -> Request:
 
 def warn_of_open_calls() -> None:
     """Warns that the options on open calls have no effect on graphs that share a step's budget."""
-    warnings.warn(
+    warn_user(
         "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients itself",
         OptionWarning,
-        stacklevel=5,
     )
 
 

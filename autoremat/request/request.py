@@ -58,7 +58,7 @@ class Request:
             limits=limits,
             calls=options.open_calls if calls is None else calls,
             is_part=is_part,
-            on_infeasible=options.on_infeasible,
+            on_infeasible=options.on_infeasible or ("raise" if limits.reference_share is None else "best_effort"),
             on_planning_error=options.on_planning_error or ("raise" if limits.bounds_memory else "fallback"),
             **{name: getattr(options, name) for name in TAKEN_OVER},
         )

@@ -7,6 +7,7 @@ compiled: ``split_graphs.current_split`` for buckets and parts, ``dynamo.sharded
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.graph_key import graph_key
@@ -106,6 +107,16 @@ class Surroundings:
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """The parameters that are inputs of the graph."""
         return tuple(tensor for tensor in self.inputs if isinstance(tensor, torch.nn.Parameter))
+
+    @cached_property
+    def evaluates(self) -> bool:
+        """True if modules own parameters of the graph, and all of these modules are in evaluation mode."""
+        parameters = {id(parameter) for parameter in self.parameters}
+        # By their own types: proxies and lazy objects are not asked.
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]
+        owners = [one for one in modules if not parameters.isdisjoint(map(id, one._parameters.values()))]
+        owners = [one for one in owners if not isinstance(one, fx.GraphModule)]
+        return bool(owners) and not any(one.training for one in owners)
 
 
 def free_device_bytes(device: torch.device) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -22,6 +21,7 @@ from autoremat.basics.errors import (
     find_cause,
 )
 from autoremat.basics.progress import now, status_if_slow
+from autoremat.basics.warn import warn_user
 from autoremat.capture.graph_key import graph_key
 from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.dynamo_backend import backend
@@ -107,6 +107,7 @@ class CompiledBlocks(Shown):
             raise OptionsError("compile_blocks counts the calls that are open at once itself: leave out in_flight")
         self.blocks, self.variants = tuple(blocks), variants
         self._profile: StepProfile | None = None
+        self._must_fit = True
         self._without_plan = self._compiled(memory_budget=None)
         self.profile_again()
         for number, block in enumerate(self.blocks):
@@ -139,8 +140,10 @@ class CompiledBlocks(Shown):
         if self._profile is None:
             raise StepProfileError("the step is not measured yet: run two training steps, or pass step=... to compile_blocks")
         self._given_way = 0
-        self._use(self._profile.within(memory_budget))
-        return self._profile
+        profile = self._profile.within(memory_budget)
+        self._must_fit = profile.must_fit
+        self._use(replace(profile, must_fit=True))
+        return profile
 
     def line(self) -> str:
         """Returns the one-line representation."""
@@ -163,29 +166,32 @@ class CompiledBlocks(Shown):
             if self._first_steps is not None and not self._may_plan(self._first_steps):
                 with intercepted_by(self._first_steps):
                     return self._recorded(block, *args, **kwargs)
-            try:
-                return self._planned(block, *args, **kwargs)
-            except Exception as error:
-                infeasible = find_cause(error, BudgetInfeasible)
-                if infeasible is None or not self._gives_way(number, infeasible):
-                    raise
-            return self.call(number, block, args, kwargs)
+            return self._planned(block, *args, **kwargs)
 
-    def _gives_way(self, number: int, infeasible: BudgetInfeasible) -> bool:
+    def _gives_way(self, number: int | None, error: Exception) -> bool:
         """Plans again with higher peaks for the graphs of a block whose generated code does not fit its share.
 
         The peaks rise by the excess of the code.
 
         Returns False if that was done too often, or if the code decides nothing. Raises ``BudgetInfeasible`` for the whole step
-        if no choice of plans is left.
+        if no choice of plans is left. Under a share of the reference peak, the code runs as it is instead.
         """
-        if self._profile is None or self._options.compiler != "inductor" or self._given_way >= MOST_GIVEN_WAY:
+        infeasible = find_cause(error, BudgetInfeasible)
+        if self._profile is None or infeasible is None or number is None or self._options.compiler != "inductor":
             return False
         self._given_way += 1
         log.info("the code of block %d exceeds its share: planning the blocks again", number)
         least, most = HIGHER_PEAKS
         excess = min(max(infeasible.minimum_bytes / infeasible.budget_bytes - 1, least), most)
-        higher = self._profile.step.with_higher_peaks(number, excess).shared_out(self._profile.budget_bytes)
+        try:
+            if self._given_way > MOST_GIVEN_WAY:
+                raise infeasible
+            higher = self._profile.step.with_higher_peaks(number, excess).shared_out(self._profile.budget_bytes)
+        except BudgetInfeasible:
+            if self._must_fit:
+                raise
+            self._use(replace(self._profile, must_fit=False))
+            return True
         self._use(replace(higher, device_ledger=self._profile.device_ledger))
         return True
 
@@ -203,7 +209,9 @@ class CompiledBlocks(Shown):
     def _plan(self, found: Step) -> None:
         """Divides the budget of the options among the graphs of the measured step."""
         request = request_of(self._options, Surroundings(torch.device(found.device)))
-        self._use(agreed_profile(found, request, "the profile of blocks", settles_as="the step"))
+        profile = agreed_profile(found, request, "the profile of blocks")
+        self._must_fit = profile.must_fit
+        self._use(replace(profile, must_fit=True))  # other shares are tried before code over its share runs
 
     def _use(self, profile: StepProfile) -> None:
         """Makes the blocks follow their plans in ``profile`` from their next calls on."""
@@ -224,7 +232,14 @@ class CompiledBlocks(Shown):
             if key in compiled and memory_budget is not None:
                 _warn_of_recompilation()
             compiled.add(key)
-            return backend(gm, inputs, **keywords)
+            while True:
+                try:
+                    return backend(gm, inputs, **keywords)
+                except Exception as error:
+                    # Not by another call of the block: with a graph break, what precedes this graph has run.
+                    if not self._gives_way(current_block(), error):
+                        raise
+                keywords = {**keywords, "options": {**given, "memory_budget": self._profile}}
 
         given = {key: value for key, value in self._given.items() if key != "accumulate"}  # the profile counts gradients
         options: dict[str, Any] = {**given, "memory_budget": memory_budget}
@@ -275,10 +290,9 @@ def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 def _warn_of_recompilation() -> None:
     number = current_block()
-    warnings.warn(
+    warn_user(
         f"the graph of block {number} is compiled again, although an equal block has it: Dynamo found a difference between the "
         "two, such as a number of the layer that the forward reads. TORCH_LOGS=recompiles names it. Beyond "
         "torch._dynamo.config.recompile_limit such blocks run uncompiled and without a plan",
         BudgetWarning,
-        stacklevel=2,
     )

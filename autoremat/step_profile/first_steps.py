@@ -6,7 +6,6 @@ The steps are the user's own. A recorded step ends with the backward pass after 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from autoremat.planner.multigraph.ledger import Moment
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Compiled, Event, Recording
 from autoremat.torch_private import autograd
+from autoremat.torch_private.untraced import around_backward, untraced, when_dropped
 
 MOST_DISTURBED = 4
 """Number of measured steps that may be thrown away because a graph was compiled within them."""
@@ -80,7 +80,7 @@ class FirstSteps(Recording):
         """Records the backward of a call, and the end of the pass in which it runs."""
         step, alive = self.events, _Alive()
         self.waiting.add(call)
-        weakref.finalize(alive, self._dropped, step, call).atexit = False
+        when_dropped(alive, self._dropped, step, call)
 
         def begins(tangents: Any) -> None:
             if self.events is step:
@@ -94,8 +94,7 @@ class FirstSteps(Recording):
                 self.waiting.discard(call)
                 self.end_backward(call)
 
-        node.register_prehook(begins)
-        node.register_hook(ends)
+        around_backward(node, begins, ends)
 
     def settle(self) -> None:
         """Finishes the step that has ended: keeps its moments if it was measured undisturbed.
@@ -146,7 +145,7 @@ class FirstSteps(Recording):
                 "or `track_peak`: begin these after two steps, or pass step=... to compile_blocks, which measures at once"
             ) from error
         self.start(meter)
-        self._before_update = register_optimizer_step_pre_hook(self._settle_before_update)
+        self._before_update = register_optimizer_step_pre_hook(untraced(self._settle_before_update))
 
     def _settle_before_update(self, *_: Any) -> None:
         """Stops the measurement before the optimizer's own step, which is no part of it."""

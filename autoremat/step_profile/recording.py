@@ -32,6 +32,7 @@ from autoremat.step_profile.meter import Meter, Reading
 from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
 from autoremat.torch_private.processes import job
+from autoremat.torch_private.untraced import around_backward
 
 Compiled = Callable[..., Any]
 
@@ -158,15 +159,14 @@ class Recording:
 
     def follow(self, call: int, node: Node) -> None:
         """Records the begin and the end of a call's backward, whose autograd node is ``node``."""
-        node.register_prehook(partial(_begin_backward, self, call))
-        node.register_hook(partial(_end_backward, self, call))
+        around_backward(node, partial(self.begin_backward, call), partial(self.end_backward, call))
 
     def begin_backward(self, call: int, tangents: Sequence[torch.Tensor | None]) -> None:
         """Records the begin of a backward, as an autograd hook."""
         handed = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tangents if t is not None}
         self.note(Event(call, backward=True, begins=True, tangent_bytes=sum(handed.values())))
 
-    def end_backward(self, call: int) -> None:
+    def end_backward(self, call: int, *_: Any) -> None:
         """Records the end of a backward, as an autograd hook."""
         self.note(Event(call, backward=True, begins=False))
 
@@ -225,13 +225,3 @@ class Recording:
         captured = graph.planned.plan.graph
         handed = min(event.tangent_bytes, captured.tangent_bytes)
         return saves * graph.saved_bytes + output_bytes(captured) + handed
-
-
-@autograd.untraced
-def _begin_backward(recording: Recording, call: int, tangents: Sequence[torch.Tensor | None]) -> None:
-    recording.begin_backward(call, tangents)
-
-
-@autograd.untraced
-def _end_backward(recording: Recording, call: int, *_: Any) -> None:
-    recording.end_backward(call)

@@ -11,7 +11,7 @@ import torch
 
 from autoremat.basics.advice import Advice, Trial
 from autoremat.basics.error_text import binding
-from autoremat.basics.errors import AutorematError, BudgetInfeasible, DeviceTooSmall
+from autoremat.basics.errors import AutorematError, BudgetInfeasible, CaptureError, DeviceTooSmall
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import format_bytes
 from autoremat.ops.tensors import tensors_in
@@ -46,7 +46,7 @@ def advise(
         return Advice((), f"No option and no smaller batch makes it fit: {needed} of {total} are live under every plan.")
     search = _Trials(explain, options, args, kwargs, error)
     search.run()
-    return Advice(tuple(search.found), search.otherwise())
+    return Advice(tuple(search.found), search.otherwise(), tuple(search.failed))
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -69,6 +69,8 @@ class _Trials:
     kwargs: Mapping[str, Any]
     error: BudgetInfeasible
     found: list[Trial] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """What could not be tried, with the error."""
     least: tuple[Trial, BudgetInfeasible] | None = None
     """The trial that came nearest to its limit of those that do not fit."""
 
@@ -111,7 +113,7 @@ class _Trials:
                 return
 
     def outcome(self, remedies: Sequence[Remedy], size: int | None = None, batch: int | None = None) -> Outcome | None:
-        """Returns the outcome of one trial, which is noted; None if the step cannot be traced so."""
+        """Returns the outcome of one trial, which is noted, as is an error. None if the step cannot be traced or planned so."""
         count = 1 if size is None or batch is None else batch // size
         options, inputs = self._options(remedies, count), (self.args, self.kwargs)
         if size is not None:
@@ -126,7 +128,9 @@ class _Trials:
                 outcome = self.explain(options, *inputs)
         except BudgetInfeasible as error:
             outcome = error
-        except AutorematError:
+        except AutorematError as error:
+            if size is None or not isinstance(error, CaptureError):  # a step may demand its own number of samples
+                self.failed.append(f"{told} ({type(error).__name__}: {error})")
             return None
         settings = settings_of(remedies, outcome) if isinstance(outcome, Report) else asked
         self._note(outcome, settings | added, size, count, options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -23,10 +22,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.plans.plan import Plan
 from autoremat.torch_private.running_module import running_module
+from autoremat.torch_private.untraced import untraced
 
 LEAST_SHARE = 0.5
 """Share of the bytes of a call's result that the plan must save for eager training to save the result."""
@@ -124,11 +125,10 @@ class CheckpointContext:
         if sum(new.values()) > WORTH_SAYING * sum(self.saved.values()):
             first = next(iter(new))
             where = f"call {first.number} of {first.op} in {first.module or 'the model'}"
-            warnings.warn(
+            warn_user(
                 f"{len(new)} results that the plan saves ({format_bytes(sum(new.values()))}, the first is {where}) were not "
                 f"met in eager training and are recomputed: the model runs other ops there than the graph that was planned",
                 OptionWarning,
-                stacklevel=4,
             )
 
 
@@ -152,11 +152,10 @@ class Paths:
         prefix = best[0][0] if best else ""
         if len(best) == 2 and best[0][1] == best[1][1]:
             prefix = "(unknown)."
-            warnings.warn(
+            warn_user(
                 f"a checkpointed region begins in a {type(root).__name__} and the plan has several: nothing is saved. "
                 f"Give the model: autoremat.selective_checkpoint_context(plan, model)",
                 OptionWarning,
-                stacklevel=4,
             )
         for name, module in names.items():
             self.names.setdefault(id(module), prefix + name if name else prefix.rstrip("."))
@@ -231,8 +230,8 @@ class _Watched(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         for hook in (
-            register_module_forward_pre_hook(self.region.enter),
-            register_module_forward_hook(self.region.leave, always_call=True),
+            register_module_forward_pre_hook(untraced(self.region.enter)),
+            register_module_forward_hook(untraced(self.region.leave), always_call=True),
         ):
             self.stack.callback(hook.remove)
         self.stack.enter_context(self.inner)
@@ -266,9 +265,8 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
     The plan must come from a model that was compiled or explained. Source: https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     if stays := plan.schedule.stays:
-        warnings.warn(
+        warn_user(
             f"eager training saves on the device, and the plan keeps {len(stays)} saved tensors in other forms, as on the host",
             OptionWarning,
-            stacklevel=2,
         )
     return CheckpointContext(saved_calls(plan), model)

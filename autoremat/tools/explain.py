@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 from autoremat.basics.progress import status_if_slow
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.lowering import GraphSource
 from autoremat.compiler.partitioning import tracing_to
+from autoremat.compiler.plain_code import reference_by_code
 from autoremat.compiler.planning import plan_graph
-from autoremat.compiler.reference import TORCH
 from autoremat.options.options import Options
-from autoremat.passes import is_layout_copy
 from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
 from autoremat.tools.advice import advise
@@ -47,16 +48,14 @@ class Preview:
         return plan_graph(self.priced, self.context).report
 
     def report_and_doubt(self) -> tuple[Report, bool]:
-        """Returns the report, and True if only generated code can tell that the budget suffices, or what it is a share of.
+        """Returns the report, and True if only generated code can tell that the budget suffices.
 
         Raises ``BudgetInfeasible``.
         """
         report, request = self.report(), self.context.request
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not request.limits.takes_whole_reference
-        captured = self.priced.captured
-        rough = report.reference_source == TORCH and any(map(is_layout_copy, captured.op_nodes))
-        return report, (rough or (tight and request.must_fit)) and self.context.decided_by_code
+        return report, tight and request.must_fit and self.context.decided_by_code
 
 
 def explain(
@@ -88,22 +87,28 @@ def explain(
     peak of its code. This takes several times as long. For a GPU by name it needs the package triton. For a device that is
     present it happens by itself if the budget is within 5 % of the minimum peak. Only the code can decide there.
 
-    Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
-    With ``advice``, at most six other plans of a step that does not fit follow: under remedies, and in micro-batches. The error
-    ends with the cheapest that fits, and ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
+    Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced. An
+    infeasible share is a ``BudgetWarning`` with the text of that error. With ``advice``, at most six other plans of a step that
+    does not fit follow: under remedies, and in micro-batches. The text ends with the cheapest that fits, and
+    ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
     """
     parsed = Options.parse(options, None, compilers.inductor_config_names)
 
     def explained(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Report:
         return explain_by(model_or_fn, args, kwargs, options, device)
 
+    is_wish = isinstance(parsed.memory_budget, float) and parsed.on_infeasible is None
+    strict = replace(parsed, on_infeasible="raise") if is_wish else parsed
     with status_if_slow("explaining the step", shown=parsed.progress):
         try:
-            return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
+            return explain_by(model_or_fn, args, kwargs, strict, device, lower)
         except BudgetInfeasible as error:
             if advice:
-                error.advised(advise(explained, parsed, args, kwargs, error))
-            raise
+                error.advised(advise(explained, strict, args, kwargs, error))
+            if not is_wish:
+                raise
+            warn_user(f"{error}", BudgetWarning)
+        return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
 
 
 def explain_by(
@@ -162,13 +167,16 @@ def preview_visitor(
         context = PlanningContext(
             request, cuda_name=target.cuda_name, lowers=target.cuda_name is None, may_repeat_collectives=True
         )
+        config = compilers.asked_config(options)
+        source = GraphSource(module, fake_tensors.own_inputs(inputs), {**config, **fake_tensors.RUNS_NOTHING}, target.cuda_name)
+        with target.tracing():
+            context = replace(context, reference=reference_by_code(source, context))
         found: list[T] = []
 
         def look_at(priced: PricedGraph) -> None:
             warn_without_effect(request, priced.captured.runs_on)
             found.append(look(Preview(priced, context)))
 
-        config = compilers.asked_config(options)
         with (
             tracing_to(look_at, context) as partitioner,
             target.tracing(),

@@ -13,7 +13,7 @@ from autoremat.basics.checks import arguments_of, options_of
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.progress import status_if_slow
-from autoremat.basics.units import format_bytes
+from autoremat.basics.units import bytes_apart, format_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
@@ -53,15 +53,15 @@ class Fit(Shown):
 
     def __str__(self) -> str:
         budget = self.report.budget_bytes or 0
+        asked, least = bytes_apart(budget, budget if self.next_minimum_bytes is None else self.next_minimum_bytes)
         lines = [
-            f"largest size that fits {format_bytes(budget)}: {self.size}",
+            f"largest size that fits {asked}: {self.size}",
             f"  its peak is {format_bytes(self.report.predicted_peak_bytes)}, with {self.report.overhead:.1%} of the forward "
             "recomputed",
         ]
         if self.report.resident_bytes:
             lines.append(f"  {format_bytes(self.report.resident_bytes)} of it are gradients of earlier micro-batches")
         if self.next_minimum_bytes is not None:
-            least = format_bytes(self.next_minimum_bytes)
             lines.append(f"  no plan was found for {self.next_size}: the minimum peak found for it is {least}")
         else:
             lines.append("  larger ones were not allowed")

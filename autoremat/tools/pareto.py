@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import fx
 from autoremat.basics.checks import options_of
 from autoremat.basics.errors import OptionsError, OptionWarning, PlanFileError, PlanInvalid
 from autoremat.basics.progress import Tally, now, status_if_slow
+from autoremat.basics.warn import warn_user
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
@@ -147,4 +147,4 @@ def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[
             yield share, plan_of_partition(captured, *halves)
         except PlanInvalid as error:
             message = f"torch's partition at activation_memory_budget={share:g} is left out: {error}"
-            warnings.warn(message, OptionWarning, stacklevel=2)
+            warn_user(message, OptionWarning)

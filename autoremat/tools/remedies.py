@@ -68,9 +68,12 @@ def _rounded_up(size: int) -> str:
     return f"{math.ceil(size / unit)}{name}"
 
 
+UNBOUNDED = "1024GiB"
+"""The memory of a host of any size: trials plan for machines that are not here. Fitting trials name what their plans use."""
+
 REMEDIES: tuple[Remedy, ...] = (
     Remedy({"chunk_loss": CHUNKS}, _chunks, lambda error: error.loss_chunks == max(NUMBERS_OF_CHUNKS)),  # fewer need more
-    Remedy({"host_memory": "1024GiB", "store": None}, _host, lambda error: error.device != "cpu", MOVED.__contains__),
+    Remedy({"host_memory": UNBOUNDED, "store": None}, _host, lambda error: error.device != "cpu", MOVED.__contains__),
     Remedy({"tiles": "auto"}, _tiles),
 )
 """All remedies, those that cost the least time first."""

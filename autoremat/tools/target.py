@@ -15,6 +15,7 @@ from torch import fx
 from autoremat.basics.errors import OptionsError
 from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.pricing import ROOFLINE
+from autoremat.measure.machine import checked_device
 from autoremat.options.options import Options
 from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
 from autoremat.request.budgets import request_of
@@ -83,7 +84,7 @@ def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]
         found = next((t.device for t in tensors if t.device.type != "meta"), None)
         if found is None:
             found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return Target(found)
+        return Target(checked_device(found))
     if isinstance(device, str) and device_memory(device) is not None:
         return _named(device)
     try:
@@ -98,7 +99,7 @@ def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]
             f'device={device!r} is not accepted. Accepted: a device of torch ("cpu", "cuda") or a CUDA card, by a name that '
             f'contains one of {known}, with a size of its memory if that is another ("V100-16GB")'
         )
-    return Target(parsed)
+    return Target(checked_device(parsed))
 
 
 def _named(name: str) -> Target:

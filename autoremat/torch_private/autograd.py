@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 
 from autoremat.torch_private import compilers, names
 from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.untraced import untraced
 
 COMPILED_NODE = "CompiledFunctionBackward"
 VIEWS_DEEP = 4
@@ -23,8 +24,6 @@ AOTAutograd applies views of outputs outside of the graph. Each view adds a leve
 
 VMAPS_DEEP = 3
 """The number of ``vmap`` levels that are looked at in a batched gradient."""
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> Callable[..., Any]:
@@ -63,12 +62,6 @@ def _levels(tensors: Iterable[Any]) -> Iterator[list[Node]]:
 def keeps_graph() -> bool:
     """Returns True if the running backward keeps its saved tensors (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def untraced(hook: Hook) -> Hook:
-    """Returns ``hook`` as one that Dynamo leaves alone. Autograd also calls hooks within functions that Dynamo compiles."""
-    disable: Any = torch.compiler.disable
-    return cast(Hook, disable(hook))
 
 
 def makes_graph() -> bool:
@@ -159,7 +152,7 @@ def is_in_backward() -> bool:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Calls ``callback`` at the end of the running backward."""
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    engine.queue_callback(untraced(callback))
 
 
 def call_without_compiling(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

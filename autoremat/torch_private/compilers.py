@@ -6,7 +6,7 @@ This module decides nothing about plans.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
+from autoremat.basics.errors import find_cause
 from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import Kernel
 from autoremat.torch_private import names, running_code
@@ -30,6 +31,21 @@ def compile_with_inductor(
     with functorch_config.patch(functorch), inductor_is_told():
         compiled: Any = compile_fx(module, inputs, config_patches=config)
     return cast(Callable[..., Any], compiled)
+
+
+def require_cpp_compiler(config: dict[str, Any]) -> None:
+    """Raises the error of Inductor that no C++ compiler works, if none does under the settings of ``config``."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    with inductor_config.patch(config):
+        get_cpp_compiler()
+
+
+def lacks_cpp_compiler(error: BaseException) -> bool:
+    """Returns True if ``error`` is, or wraps, the error of Inductor that no C++ compiler works."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    return find_cause(error, InvalidCxxCompiler) is not None
 
 
 def _generate_code(module: fx.GraphModule) -> None:
@@ -139,6 +155,11 @@ def lays_channels_last(device_type: str) -> bool:
     library: Any = torch.backends.mkldnn
     has_library = library.enabled and library.is_available()
     return bool(device_type == "cpu" and has_library and inductor_config.layout_optimization)
+
+
+def keeps_dead_draws(config: Mapping[str, Any]) -> bool:
+    """Returns True if torch draws random numbers that nothing reads, by ``config`` or else by the present setting."""
+    return bool(config.get("fallback_random", inductor_config.fallback_random))
 
 
 def writes_wrapper_in_cpp() -> bool:

@@ -22,6 +22,7 @@ from autoremat.torch_private import names
 from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.untraced import is_untraced, untraced
 
 RESUMED = names.resolve("torch._dynamo.resume_execution:TORCH_DYNAMO_RESUME_IN_PREFIX")
 """The prefix in the name of a function that resumes after a graph break."""
@@ -191,29 +192,19 @@ def is_called_by_a_broken_function() -> bool:
     return False
 
 
-def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Calls ``begins`` before Dynamo looks at a frame and ``ended`` after it, until torch is reset.
+def around_each_frame(begins: Callable[..., None], ended: Callable[..., None]) -> None:
+    """Calls ``begins`` before Dynamo looks at a frame and ``ended`` after it, with what Dynamo says, until torch is reset.
 
     Repeated registration has no effect.
     """
     from torch._dynamo.callback import callback_handler
 
     for callbacks, listener in ((callback_handler.start_callbacks, begins), (callback_handler.end_callbacks, ended)):
-        if not any(isinstance(callback, _Callback) and callback.listener is listener for callback in callbacks):
-            callbacks.append(_Callback(listener))
+        if not any(is_untraced(callback, listener) for callback in callbacks):
+            callbacks.append(untraced(listener))
 
 
-class _Callback:
-    """A callback of Dynamo that calls a listener without Dynamo's arguments."""
-
-    def __init__(self, listener: Callable[[], None]) -> None:
-        self.listener = listener
-
-    def __call__(self, _: Any) -> None:
-        self.listener()
-
-
-_mark: Callable[[], None] = lambda: None  # noqa: E731
+_mark: Callable[..., None] = lambda *_: None  # noqa: E731
 """A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
 
 
@@ -222,11 +213,10 @@ def until_reset() -> Callable[[], bool]:
     global _mark
     from torch._dynamo.callback import callback_handler
 
-    def is_called(mark: Callable[[], None]) -> bool:
-        callbacks = callback_handler.start_callbacks
-        return any(isinstance(callback, _Callback) and callback.listener is mark for callback in callbacks)
+    def is_called(mark: Callable[..., None]) -> bool:
+        return any(is_untraced(callback, mark) for callback in callback_handler.start_callbacks)
 
     if not is_called(_mark):
-        _mark = lambda: None  # noqa: E731  # a new object after each reset
+        _mark = lambda *_: None  # noqa: E731  # a new object after each reset
         around_each_frame(_mark, _mark)
     return partial(is_called, _mark)

@@ -10,7 +10,6 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._guards import tracing
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from autoremat.torch_private import names
+from autoremat.torch_private.hooks import assigned
 from autoremat.torch_private.live_bytes import is_number, is_wrapper
 
 HOOKS = (
@@ -135,7 +135,7 @@ def as_in_training() -> Iterator[None]:
     supported: list[Any] = torch_optimizer._foreach_supported_types
     supported.append(FakeTensor)
     try:
-        with mock.patch.object(torch.compiler, "_is_compiling_flag", False), tracing(None), unset_fake_temporarily():
+        with assigned(torch.compiler, "_is_compiling_flag", False), tracing(None), unset_fake_temporarily():
             yield
     finally:
         supported.remove(FakeTensor)

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from autoremat.torch_private.untraced import skip_frames_of
+
 Method = Callable[..., Any]
 
 _hooks: ContextVar[Mapping[tuple[type, str], Method]] = ContextVar("autoremat_hooks", default=types.MappingProxyType({}))
@@ -49,6 +51,7 @@ def _dispatching(owner: type, name: str) -> Method:
                 return _hooks.get().get((owner, name), method)(*args, **kwargs)
 
             vars(dispatching)["without_hooks"] = method
+            skip_frames_of(dispatching)
             is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
             setattr(owner, name, staticmethod(dispatching) if is_static else dispatching)
             present = dispatching
@@ -72,6 +75,17 @@ def substituted(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[No
         _substitutes.reset(token)
         with _installing:
             _put_back(owner, name)
+
+
+@contextlib.contextmanager
+def assigned(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Gives an attribute another value while active, in all threads."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def unsubstituted(owner: Any, name: str) -> Any:
@@ -115,6 +129,7 @@ def _substitute(owner: Any, name: str) -> None:
         def dispatching(*args: Any, **kwargs: Any) -> Any:
             return _substitutes.get().get(key, function)(*args, **kwargs)
 
+        skip_frames_of(dispatching)
         _replaced[key] = _Replaced(function, attribute, name not in vars(owner))
         if hasattr(attribute, "__set__"):
             setattr(owner, name, property(dispatching, attribute.__set__))

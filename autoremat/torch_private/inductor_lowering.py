@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch import fx
 
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
+from autoremat.basics.warn import warn_user
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private import names
@@ -237,11 +237,10 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     if patches.get("use_rand4x", names.resolve("torch._inductor.config:use_rand4x")):
-        warnings.warn(
+        warn_user(
             "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different numbers "
             "for the same seed, and a recomputed dropout another mask. Leave the setting off here",
             OptionWarning,
-            stacklevel=2,
         )
 
     with hooked(TritonOverrides, "_can_use_4x_random", lambda _: False):

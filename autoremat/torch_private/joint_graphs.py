@@ -5,7 +5,6 @@ This module decides nothing about plans.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 from autoremat.basics.errors import ConstraintWarning, OptionWarning
+from autoremat.basics.warn import warn_user
 from autoremat.torch_private import names
 
 PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
@@ -143,11 +143,10 @@ def _run_effects_once(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         if is_with_effects(node) and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            warnings.warn(
+            warn_user(
                 f"a checkpoint policy orders {node.args[1]} to be recomputed, but it has an effect and runs once: its results "
                 "are saved. Return MUST_SAVE for it in the policy",
                 ConstraintWarning,
-                stacklevel=2,
             )
 
 
@@ -162,11 +161,10 @@ def warn_of_torchs_budgets(joint: fx.GraphModule) -> None:
     found = {functorch_config.activation_memory_budget, *map(torchs_budget, joint.graph.nodes)}
     given = [budget for budget in found if budget is not None and budget != 1]
     if given:
-        warnings.warn(
+        warn_user(
             f"torch's activation_memory_budget={', '.join(map(str, sorted(given)))} has no effect under this backend. It is a "
             "share of what the backward reads; memory_budget bounds the step's peak. Set memory_budget in the options instead",
             OptionWarning,
-            stacklevel=2,
         )
 
 

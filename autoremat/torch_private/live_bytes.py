@@ -5,7 +5,6 @@ This module decides nothing about plans.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from autoremat.torch_private.untraced import when_dropped
 
 READS_DATA = torch.ops.aten._local_scalar_dense.default
 """The op behind ``tensor.item()``."""
@@ -59,7 +60,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._sizes[key] = rounded(storage.nbytes() if size is None else size, self.rounding) if known else 0
         self.live += self._sizes[key]
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, key)
+        when_dropped(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.live -= self._sizes.pop(key)

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from autoremat.basics.errors import SUPPORTED_MINORS
-
 MINOR = int(torch.__version__.split(".")[1])
 """The minor version of the torch that runs."""
 
@@ -50,7 +48,7 @@ class PrivateName:
     def is_expected(self) -> bool:
         """True if the torch that runs has the name."""
         is_built = not self.is_of_cuda or bool(torch.version.cuda or torch.version.hip)
-        return is_built and (self.first or SUPPORTED_MINORS[0]) <= MINOR <= (self.last or SUPPORTED_MINORS[-1])
+        return is_built and (self.first or MINOR) <= MINOR <= (self.last or MINOR)
 
     def look_up(self) -> Any:
         """Returns the object, whatever the range says; the name of a parameter, or of an attribute of instances; the text.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +20,7 @@ from torch._guards import TracingContext
 from autoremat.torch_private import names
 from autoremat.torch_private.dynamo import copied_with_sources
 from autoremat.torch_private.fake_tensors import is_fake
+from autoremat.torch_private.hooks import assigned
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _as_fake(value: Any, mode: Any) -> Any:
 @contextlib.contextmanager
 def _running_fake(mode: Any) -> Iterator[None]:
     """Runs the body's tensors as fake ones, as torch does between two parts."""
-    with mode, mock.patch.object(mode, "allow_non_fake_inputs", True):
+    with mode, assigned(mode, "allow_non_fake_inputs", True):
         yield
 
 

@@ -26,14 +26,21 @@ from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
 from autoremat.passes.rows.row_partition import Region, Rows, Step, described, has_dynamic_sizes, shape_of, size_hints
-from autoremat.passes.rows.row_rules import projection_step, step_of
+from autoremat.passes.rows.row_rules import SWAPS, VIEWS, projection_step, step_of
 from autoremat.passes.rows.run_by_parts import PART, run_by_parts
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 WIDENS = 2
 """Minimum ratio of the projection's width to the width of the rows that it reads."""
+
+INPUT_VIEWS = (*VIEWS, *SWAPS, aten.slice, aten.detach, aten.alias, aten.unsqueeze, aten.squeeze, aten.select)
+"""Ops whose result shares the memory of their operand; a view may copy it, as ``run_by_parts`` avoids."""
+
+FACTOR_VIEWS = (*VIEWS, *SWAPS, aten.slice, aten.detach, aten.alias, aten.clone, aten._to_copy, prims.convert_element_type)
+"""Ops between a weight, or rows, and a product that reads them."""
 
 SOFTMAXES = (aten._log_softmax, aten._softmax, aten.logsumexp, aten.amax)
 """Ops with which a softmax over a vocabulary begins, which distinguish a loss from any other wide layer. An exponential does
@@ -41,51 +48,95 @@ not: the sigmoid in an MLP has one, too."""
 
 
 def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
-    """Rewrites ``joint`` in place so that its largest projection and the loss are computed in ``chunks`` chunks.
+    """Rewrites ``joint`` in place so that its largest projections and the loss are computed in ``chunks`` chunks.
 
     Returns the number of chunks, which is at most the number of rows. Raises ``ChunkingUnsupported`` if the graph cannot be
     chunked; ``joint`` is then unusable.
     """
-    projection = _projection(joint.graph)
-    if has_dynamic_sizes(projection) and not _feeds(projection):  # no advice on sizes where static ones change nothing
-        raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
-    while (narrower := select_before_projecting(projection)) is not projection:
-        projection = narrower
-    rows, width = shape_of(projection)
-    if rows < 2:
-        raise ChunkingUnsupported("it has a single row")
-    region = _Finder(joint.graph, projection, width).region()
-    if not any(op_traits.packet(node) in SOFTMAXES for node in region.steps):
-        raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
-    return run_by_parts(joint.graph, [region], chunks)
+    projections = _projections(joint.graph)
+    is_loss = _feeds(projections[0])
+    if has_dynamic_sizes(projections[0]) and not is_loss:  # no advice on sizes where static ones change nothing
+        raise ChunkingUnsupported(f"what {described(projections[0])} makes goes into no softmax")
+    try:
+        return run_by_parts(joint.graph, _regions(joint.graph, projections), chunks)
+    except ChunkingUnsupported as reason:
+        if reason.remedy or not is_loss:
+            raise
+        raise ChunkingUnsupported(
+            str(reason), f"compute the loss token by token, so that it can be chunked: {reason}"
+        ) from reason
+
+
+def _regions(graph: fx.Graph, projections: list[fx.Node]) -> list[Region]:
+    """Returns the regions of the projections, the first of which must have one."""
+    select_before_projecting(graph, [shape_of(one)[1] for one in projections])
+    found: list[Region] = []
+    for projection in _projections(graph):
+        taken = {node for region in found for node in region.steps}
+        if projection in taken:
+            continue
+        is_needed = not found or _is_trained(projection)
+        try:
+            region = _Finder(graph, projection, shape_of(projection)[1], taken).region()
+            if region.count < 2:
+                raise ChunkingUnsupported("it has a single row")
+            if not any(op_traits.packet(node) in SOFTMAXES for node in region.steps):
+                raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
+        except ChunkingUnsupported:
+            if is_needed:
+                raise
+        else:
+            found.append(region)
+    return found
 
 
 def vocabulary_projection(graph: fx.Graph) -> fx.Node | None:
     """Returns the product that makes the logits of a loss; None if there is none."""
     try:
-        projection = _projection(graph)
+        projection = _projections(graph)[0]
     except ChunkingUnsupported:
         return None
     return projection if _feeds(projection) else None
 
 
-def _projection(graph: fx.Graph) -> fx.Node:
-    """Returns the forward's matrix product with the largest result among those whose result is much wider than their operand.
+def _projections(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the forward's matrix products that make logits, those with gradients and large results first.
 
-    Raises ``ChunkingUnsupported`` if there is none.
+    Without one that a softmax reads, returns the largest whose result is much wider than its operand. Raises
+    ``ChunkingUnsupported`` if there is none.
     """
-    found: list[tuple[int, fx.Node]] = []
+    found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
             continue
         if joint_graphs.is_traced_in_backward(node) or node.kwargs or PART in node.meta:
             continue
         (rows, width), (_, inner) = size_hints(node), size_hints(node.args[-2])
-        found.append((rows * width if width >= WIDENS * inner else 0, node))
-    size, largest = max(found, key=lambda pair: pair[0], default=(0, None))
-    if largest is None or not size:
+        if rows * width and width >= WIDENS * inner:
+            found[node] = rows * width
+    if not found:
         raise ChunkingUnsupported(f"it has no matrix product whose result is {WIDENS} times as wide as what it reads")
-    return largest
+    largest = max(found, key=lambda node: found[node])
+    logits = [node for node in found if 2 * found[node] >= found[largest] and _feeds(node)]
+    return sorted(logits, key=lambda node: (-_is_trained(node), -found[node])) or [largest]
+
+
+def _is_trained(projection: fx.Node) -> bool:
+    """Returns True if the backward multiplies with the projection's weight or with rows that it reads."""
+    factors = {_origin_of(factor) for factor in projection.args[-2:]}
+    return any(
+        node.target in (aten.mm.default, aten.addmm.default)
+        and joint_graphs.is_traced_in_backward(node)
+        and not factors.isdisjoint(map(_origin_of, node.args[-2:]))
+        for node in projection.graph.nodes
+    )
+
+
+def _origin_of(factor: Any) -> Any:
+    """Returns what ``factor`` is a view of."""
+    while isinstance(factor, fx.Node) and op_traits.packet(factor) in FACTOR_VIEWS:
+        factor = factor.args[0]
+    return factor
 
 
 def _feeds(projection: fx.Node) -> bool:
@@ -107,6 +158,8 @@ class _Finder:
     graph: fx.Graph
     projection: fx.Node
     width: int
+    taken: set[fx.Node]
+    """Nodes of other regions."""
 
     def region(self) -> Region:
         """Returns the region that runs chunk by chunk, extended by wide operands until it needs no further ones."""
@@ -137,6 +190,8 @@ class _Finder:
                         raise ChunkingUnsupported(f"{what}; return the loss alone", remedy)
                     continue
                 try:
+                    if node in self.taken:
+                        raise ChunkingUnsupported(f"{described(node)} reads logits of different rows")
                     region.steps[node] = step_of(node, region)
                 except ChunkingUnsupported:
                     if wide:
@@ -159,8 +214,16 @@ class _Finder:
         """Yields wide operands outside the region that chunks read by rows, each with its number of row dimensions."""
         for step in region.steps.values():
             for operand, read in step.reads.items():
-                if isinstance(read, Rows) and operand not in region.steps and self.is_wide(operand, Step({}, _never, read)):
+                is_made = operand not in region.steps and not _is_given(operand)
+                if isinstance(read, Rows) and is_made and self.is_wide(operand, Step({}, _never, read)):
                     yield operand, read.lead
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Returns True for inputs and views of them, whose memory chunks do not save."""
+    while op_traits.packet(node) in INPUT_VIEWS:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
 
 
 def _never(*_: Any) -> None:

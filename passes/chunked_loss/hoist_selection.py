@@ -3,17 +3,20 @@
 A loss that shifts logits against labels (``logits[:, :-1]``) drops one token of each sequence after computing its logits. In
 the backward the gradients of these logits are zeros.
 
-    Before:  used = mm(x, w).view(b, t, v)[:, :-1]       d = pad(d_used).view(b * t, v); dx = mm(d, w'); dw = mm(d', x)
-    After:   y = x.view(b, t, h)[:, :-1]                 dx = pad(mm(d_used, w')).view(b * t, h); dw = mm(d_used', y)
-             used = mm(y, w)
+    Before:  used = f(mm(x, w).view(b, t, v))[:, :-1]    d = g(pad(d_used)).view(b * t, v); dx = mm(d, w'); dw = mm(d', x)
+    After:   y = x.view(b, t, h)[:, :-1]                 dx = pad(mm(g(d_used), w')).view(b * t, h); dw = mm(g(d_used)', y)
+             used = f(mm(y, w))
 
-The rewrite requires that nothing else reads the logits and their gradient. The dropped rows only add zeros to the sums.
+Each rewrite is a small one that holds by itself: a selection moves up through one op, a padding with zeros moves down through
+one op. ``f`` and ``g`` stand for ops that compute each row by itself; ``g`` makes zeros of zeros. A frozen projection has no
+gradient, so its selection moves alone.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,47 +25,63 @@ from torch import fx
 from autoremat.ops import op_traits
 from autoremat.passes.building import Builder
 from autoremat.passes.rows.row_partition import shape_of
-from autoremat.passes.rows.row_rules import VIEWS
+from autoremat.passes.rows.row_rules import POINTWISE, VIEWS
+from autoremat.planner.graph.op import SEQUENTIAL
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
-CONVERSIONS = (aten._to_copy, torch.ops.prims.convert_element_type)
 PRODUCTS = (aten.mm.default, aten.addmm.default)
+PADDINGS = (aten.slice_backward.default, aten.slice_scatter.default)
+CONVERSIONS = (aten._to_copy, torch.ops.prims.convert_element_type)
+
+SOFTMAXES = (aten._log_softmax, aten._softmax)
+"""Ops along the last dimension that are called as (operand, dimension, ...)."""
+
+SOFTMAX_GRADIENTS = (aten._log_softmax_backward_data, aten._softmax_backward_data)
+"""Gradients along the last dimension that are called as (gradient, result, dimension, ...)."""
+
+ZEROS_OF_ZEROS = (*CONVERSIONS, *SOFTMAX_GRADIENTS, aten.mul, aten.div, aten.neg, aten.clone, aten.tanh_backward)
+"""Ops that make zeros where their first operand is zero."""
 
 
-def select_before_projecting(projection: fx.Node) -> fx.Node:
-    """Returns the projection to chunk: one of fewer rows if only some rows of ``projection`` are used, else ``projection``."""
-    chain = _chain(projection)
-    found = [user for user in chain[-1].users if user.target is aten.slice.Tensor]
-    if len(found) != 1 or len(chain[-1].users) != 1:
-        return projection
-    before, after = shape_of(chain[-1]), shape_of(found[0])
-    if len(before) < 3 or before[-1] != after[-1] or len(before) != len(after):
-        return projection
-    if math.prod(before[:-1]) != shape_of(projection)[0]:
-        return projection
-    paddings = [n for n in projection.graph.nodes if _undoes(n, found[0])]
-    if len(paddings) != 1:
-        return projection
-    gradients = _chain(paddings[0])
-    if len(shape_of(gradients[-1])) != 2 or not all(_is_understood(user, gradients[-1]) for user in gradients[-1].users):
-        return projection
-    return _Exchange(projection, chain, found[0], paddings[0], gradients).run()
+def select_before_projecting(graph: fx.Graph, widths: Iterable[int]) -> None:
+    """Moves selections of rows, and the paddings of their gradients, to where rows are narrower than each of ``widths``."""
+    hoist = _Hoist(graph, min(widths))
+    hoist.everywhere(_is_padding, hoist.sink)  # before selections, as these gradients read rows of the forward
+    hoist.everywhere(_is_selection, hoist.lift)
 
 
-def _chain(node: fx.Node) -> list[fx.Node]:
-    """Returns ``node`` and its successors, each the only reader of the previous one.
+def _is_selection(node: fx.Node) -> bool:
+    """Returns True if ``node`` takes rows of a tensor with rows in several dimensions."""
+    if node.target is not aten.slice.Tensor or node.kwargs or not _is_static(node, node.args[0]):
+        return False
+    rank = len(shape_of(node))
+    return rank >= 3 and _place(node, 1, shape_of(node.args[0]))[0] < rank - 1
 
-    Successors are conversions, and views that change only the row dimensions.
-    """
-    found = [node]
-    while len(found[-1].users) == 1:
-        (user,) = found[-1].users
-        keeps_width = user.op == "call_function" and op_traits.packet(user) in (*VIEWS, *CONVERSIONS)
-        if not keeps_width or shape_of(user)[-1] != shape_of(node)[-1]:
-            break
-        found.append(user)
-    return found
+
+def _is_padding(node: fx.Node) -> bool:
+    """Returns True if ``node`` pads a gradient with rows of zeros."""
+    if node.target not in PADDINGS or node.kwargs or not joint_graphs.is_traced_in_backward(node):
+        return False
+    if not _is_static(node, _padded(node)) or (node.target is PADDINGS[1] and not _is_zeros(node.args[0])):
+        return False
+    rank = len(shape_of(node))
+    return rank >= 3 and _place(node, 2, shape_of(node))[0] < rank - 1
+
+
+def _is_zeros(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
+
+
+def _is_static(*nodes: Any) -> bool:
+    """Returns True if all are tensors of fixed sizes."""
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in nodes]
+    return all(isinstance(v, torch.Tensor) and all(type(size) is int for size in v.shape) for v in values)
+
+
+def _padded(padding: fx.Node) -> Any:
+    """Returns the gradient that ``padding`` pads."""
+    return padding.args[PADDINGS.index(padding.target)]
 
 
 def _place(node: fx.Node, first: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -73,115 +92,208 @@ def _place(node: fx.Node, first: int, shape: tuple[int, ...]) -> tuple[int, int,
     return dimension, low, high, step
 
 
-def _undoes(node: fx.Node, selection: fx.Node) -> bool:
-    """Returns True if ``node`` pads a gradient of ``selection`` with zeros to the shape before the selection."""
-    if node.target not in (aten.slice_backward.default, aten.slice_scatter.default) or node.kwargs:
+def _is_row_by_row(node: fx.Node) -> bool:
+    """Returns True if each row of the node's tensor follows from the same row of its operands, whose sizes are fixed."""
+    name, target = op_traits.packet(node), node.target
+    if node.op != "call_function" or not _is_static(node, *node.all_input_nodes):
         return False
-    whole = shape_of(selection.args[0])
-    if not joint_graphs.is_traced_in_backward(node) or shape_of(node) != whole:
-        return False
-    if node.target is aten.slice_scatter.default and not _is_zeros(node.args[0]):
-        return False
-    gradient = node.args[0] if node.target is aten.slice_backward.default else node.args[1]
-    return shape_of(gradient) == shape_of(selection) and _place(node, 2, whole) == _place(selection, 1, whole)
+    if name in SOFTMAXES or name in SOFTMAX_GRADIENTS:
+        return node.args[1 if name in SOFTMAXES else 2] in (-1, len(shape_of(node)) - 1)
+    is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return (name in POINTWISE or is_pointwise) and not op_traits.traits_of(node) & SEQUENTIAL
 
 
-def _is_zeros(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
+def _keeps_rows(view: fx.Node) -> bool:
+    """Returns True if ``view`` changes only the row dimensions."""
+    return op_traits.packet(view) in VIEWS and _is_static(view) and shape_of(view)[-1] == shape_of(view.args[0])[-1]
 
 
-def _is_understood(user: fx.Node, gradient: fx.Node) -> bool:
-    """Returns True if ``user`` is a product with the gradient, or a sum of the gradient over rows."""
-    name = op_traits.packet(user)
-    if name is aten.mm:
-        return user.args[0] is gradient and user.args[1] is not gradient
-    if name in (aten.t, aten.permute):
-        return all(reader.target in PRODUCTS and reader.args[-2] is user and not reader.kwargs for reader in user.users)
-    return name is aten.sum and len(user.args) > 1 and list(user.args[1]) == [0]  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class _Hoist:
+    """Moves selections up and paddings down, one op at a time, among tensors with rows of about ``width``."""
 
+    graph: fx.Graph
+    width: int
 
-@dataclass
-class _Exchange:
-    """The rewrite of one projection: selects rows before it, and pads the gradients of its operands instead of its own."""
+    def everywhere(self, applies: Callable[[fx.Node], bool], move: Callable[[fx.Node], bool]) -> None:
+        """Moves nodes to which ``applies`` until none moves any further."""
+        moved = True
+        while moved:
+            moved = any([move(node) for node in list(self.graph.nodes) if applies(node) and self.is_wide(node) and node.users])
+            self.graph.eliminate_dead_code()
 
-    projection: fx.Node
-    chain: list[fx.Node]
-    selection: fx.Node
-    padding: fx.Node
-    gradients: list[fx.Node]
-    selected: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """The used rows of tensors that are multiplied with rows of logits or of their gradient, by tensor."""
+    def is_wide(self, node: fx.Node) -> bool:
+        return 2 * shape_of(node)[-1] > self.width
 
-    def __post_init__(self) -> None:
-        self.build = Builder.beside(self.projection)
-        self.before, self.after = shape_of(self.selection.args[0])[:-1], shape_of(self.selection)[:-1]
-        self.rows = math.prod(self.after)
+    # -- selections ---------------------------------------------------------------------------------------------------------
 
-    def run(self) -> fx.Node:
-        """Rewrites the graph and returns the new projection."""
-        graph = self.projection.graph
-        *bias, operand, weight = self.projection.args
-        with graph.inserting_before(self.projection):
-            rows = self.select(operand, self.projection)
-            projection = self.build.make(self.projection, self.projection.target, (*bias, rows, weight))
-            used = self.shaped(self.converted(projection, self.chain), self.after, self.selection)
-        for copy in [n for n in self.selection.users if n.target is aten.clone.default]:
-            copy.replace_all_uses_with(used)
-        self.selection.replace_all_uses_with(used)
-        gradient = self.padding.args[0 if self.padding.target is aten.slice_backward.default else 1]
-        with graph.inserting_before(self.padding):
-            flat = self.converted(self.shaped(gradient, (self.rows,), self.padding), self.gradients)
-        for user in list(self.gradients[-1].users):
-            self.redirect(user, flat)
-        graph.eliminate_dead_code()
-        return projection
-
-    def redirect(self, user: fx.Node, flat: fx.Node) -> None:
-        """Replaces a reader of the gradient of all rows by one that reads the gradient of the used rows."""
-        graph, name = user.graph, op_traits.packet(user)
-        with graph.inserting_before(user):
-            if name is aten.mm:
-                made = self.pad(self.build.make(user, user.target, (flat, user.args[1])), user)
-            else:
-                made = self.build.make(user, user.target, (flat, *user.args[1:]))
-        if name in (aten.mm, aten.sum):
+    def lift(self, selection: fx.Node) -> bool:
+        """Moves ``selection`` before the op whose result it takes rows of. Returns False if that is impossible."""
+        source: Any = selection.args[0]
+        place = _place(selection, 1, shape_of(source))
+        readers = [user for user in source.users if user.users]
+        if source.op != "call_function" or any(
+            not _is_selection(user) or _place(user, 1, shape_of(source)) != place for user in readers
+        ):
+            return False
+        with self.graph.inserting_before(source):
+            made = self.selected(source, place, shape_of(selection))
+        if made is None:
+            return False
+        for user in readers:
             user.replace_all_uses_with(made)
-            return
-        for reader in list(user.users):
-            with graph.inserting_before(reader):
-                *added, _, rows = reader.args
-                sum_ = self.build.make(reader, reader.target, (*added, made, self.select(rows, reader)))
-            reader.replace_all_uses_with(sum_)
+        for copy in [n for n in made.users if n.target is aten.clone.default and made.meta["val"].is_contiguous()]:
+            copy.replace_all_uses_with(made)
+        return True
 
-    def select(self, rows: Any, like: fx.Node) -> fx.Node:
-        """Returns the used rows of ``rows``."""
-        if rows not in self.selected:
-            apart = self.shaped(rows, self.before, like)
-            place = _place(self.selection, 1, shape_of(self.selection.args[0]))
-            taken = self.build.make(like, aten.slice.Tensor, (apart, *place))
-            self.selected[rows] = self.shaped(taken, (self.rows,), like)
-        return self.selected[rows]
+    def selected(self, source: fx.Node, place: tuple[int, int, int, int], shape: tuple[int, ...]) -> fx.Node | None:
+        """Returns the rows at ``place`` of ``source``, computed from rows of its operands; None if it is no such op."""
+        build = Builder.beside(source)
+        if _is_row_by_row(source):
+            return self.repeat(source, source.args, lambda operand: self.rows_of(operand, place, source))
+        base: Any = source.args[0]
+        if not _keeps_rows(source) or any(user is not source and user.users for user in base.users):
+            return None
+        if base.target in PRODUCTS and not base.kwargs:
+            *bias, rows, weight = base.args
+            if any(len(shape_of(one)) != 1 for one in bias):
+                return None
+            apart = build.make(source, aten.view.default, (rows, [*shape_of(source)[:-1], shape_of(rows)[-1]]))
+            taken = build.make(source, aten.slice.Tensor, (apart, *place))
+            flat = build.make(source, aten.view.default, (taken, [math.prod(shape[:-1]), shape_of(rows)[-1]]))
+            return build.make(source, aten.view.default, (build.make(base, base.target, (*bias, flat, weight)), list(shape)))
+        if base.op == "call_function" and _is_row_by_row(base):  # the view moves up first, then the selection
+            whole = self.repeat(base, base.args, lambda operand: self.viewed(operand, base, source))
+            return None if whole is None else build.make(source, aten.slice.Tensor, (whole, *place))
+        return None
 
-    def pad(self, rows: fx.Node, like: fx.Node) -> fx.Node:
-        """Returns zeros for all rows, with ``rows`` at the places of the used ones."""
-        apart, shape = self.shaped(rows, self.after, like), [*self.before, shape_of(rows)[-1]]
-        if self.padding.target is aten.slice_backward.default:
-            padded = self.build.make(like, self.padding.target, (apart, shape, *self.padding.args[2:]))
-        else:
-            zeros = self.padding.args[0]
-            assert isinstance(zeros, fx.Node)
-            keywords = {**zeros.kwargs, "dtype": rows.meta["val"].dtype}
-            full = self.build.make(like, zeros.target, (shape, 0), keywords)
-            padded = self.build.make(like, self.padding.target, (full, apart, *self.padding.args[2:]))
-        return self.shaped(padded, (math.prod(self.before),), like)
+    def rows_of(self, operand: fx.Node, place: tuple[int, int, int, int], like: fx.Node) -> fx.Node | None:
+        """Returns the rows at ``place`` of an operand of ``like``; an operand that all rows share as it is."""
+        shape, whole = shape_of(operand), shape_of(like)
+        if shape == whole:
+            return Builder.beside(like).make(like, aten.slice.Tensor, (operand, *place))
+        missing = len(whole) - len(shape)
+        if place[0] < missing or shape[place[0] - missing] == 1:
+            return operand
+        return Builder.beside(like).make(like, aten.slice.Tensor, (operand, place[0] - missing, *place[1:]))
 
-    def shaped(self, node: Any, rows: tuple[int, ...], like: fx.Node) -> fx.Node:
-        """Returns ``node`` viewed with its rows in the dimensions ``rows``."""
-        return self.build.make(like, aten.view.default, (node, [*rows, shape_of(node)[-1]]))
+    @staticmethod
+    def viewed(operand: fx.Node, like: fx.Node, view: fx.Node) -> fx.Node | None:
+        """Returns an operand of ``like``, with its rows in the dimensions of ``view``."""
+        shape, rows = shape_of(operand), shape_of(view)[:-1]
+        if len(shape) < len(shape_of(like)):
+            return operand
+        if shape[:-1] != shape_of(like)[:-1]:
+            return None
+        for known in operand.users:
+            if _keeps_rows(known) and shape_of(known)[:-1] == rows and not joint_graphs.is_traced_in_backward(known):
+                return known
+        return Builder.beside(like).make(like, aten.view.default, (operand, [*rows, shape[-1]]))
 
-    def converted(self, node: fx.Node, chain: list[fx.Node]) -> fx.Node:
-        """Returns ``node`` after the conversions in ``chain``."""
-        for one in chain[1:]:
-            if op_traits.packet(one) in CONVERSIONS:
-                node = self.build.make(one, one.target, (node, *one.args[1:]), dict(one.kwargs))
-        return node
+    @staticmethod
+    def repeat(node: fx.Node, args: Any, change: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
+        """Returns ``node`` with each operand changed; None if one cannot be."""
+        changed = {operand: change(operand) for operand in node.all_input_nodes}
+        if None in changed.values():
+            return None
+        args, kwargs = fx.map_arg((args, node.kwargs), lambda operand: changed[operand])
+        if op_traits.packet(node) in (*SOFTMAXES, *SOFTMAX_GRADIENTS):
+            place = 1 if op_traits.packet(node) in SOFTMAXES else 2
+            args = (*args[:place], -1, *args[place + 1 :])
+        return Builder.beside(node).make(node, node.target, args, dict(kwargs))
+
+    # -- paddings -----------------------------------------------------------------------------------------------------------
+
+    def sink(self, padding: fx.Node) -> bool:
+        """Moves ``padding`` behind the ops that read it. Returns False if that is impossible."""
+        readers = [user for user in padding.users if user.users]
+        return any([self.sink_behind(padding, reader) for reader in readers])
+
+    def sink_behind(self, padding: fx.Node, reader: fx.Node) -> bool:
+        """Moves ``padding`` behind one of its readers."""
+        place, gradient = _place(padding, 2, shape_of(padding)), _padded(padding)
+        with self.graph.inserting_before(reader):
+            if op_traits.packet(reader) in (aten.add, aten.sub) and len(reader.args) == 2 and not reader.kwargs:
+                left, right = reader.args
+                both = isinstance(left, fx.Node) and isinstance(right, fx.Node) and _is_padding(left) and _is_padding(right)
+                if not both or _place(left, 2, shape_of(left)) != _place(right, 2, shape_of(right)):
+                    return False
+                made = Builder.beside(reader).make(reader, reader.target, (_padded(left), _padded(right)))
+            elif op_traits.packet(reader) in ZEROS_OF_ZEROS and reader.args[0] is padding and _is_row_by_row(reader):
+                if list(reader.args).count(padding) > 1 or shape_of(reader) != shape_of(padding):
+                    return False
+                repeated = self.repeat(
+                    reader, reader.args, lambda n: gradient if n is padding else self.rows_of(n, place, reader)
+                )
+                if repeated is None:
+                    return False
+                made = repeated
+            elif _keeps_rows(reader):
+                return self.sink_behind_view(padding, reader)
+            else:
+                return False
+            reader.replace_all_uses_with(self.pad(made, padding, reader))
+        return True
+
+    def sink_behind_view(self, padding: fx.Node, view: fx.Node) -> bool:
+        """Moves ``padding`` behind the readers of a view of it."""
+        moved = False
+        for reader in [user for user in view.users if user.users]:
+            with self.graph.inserting_before(reader):
+                name = op_traits.packet(reader)
+                if name in ZEROS_OF_ZEROS and _is_row_by_row(reader) and reader.args[0] is view:
+                    if list(reader.args).count(view) > 1 or shape_of(reader) != shape_of(view):
+                        continue
+                    made = self.repeat(reader, reader.args, lambda n: padding if n is view else self.viewed(n, reader, padding))
+                    if made is None:
+                        continue
+                    made = Builder.beside(reader).make(reader, aten.view.default, (made, list(shape_of(reader))))
+                elif len(shape_of(view)) == 2 and _is_understood(reader, view):
+                    made = self.multiplied(padding, view, reader)
+                else:
+                    continue
+            if made is not None:
+                reader.replace_all_uses_with(made)
+            moved = True
+        return moved
+
+    def multiplied(self, padding: fx.Node, view: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """Returns what replaces ``reader``, a product with padded rows or a sum of them. None if its readers are replaced."""
+        build, gradient, name = Builder.beside(reader), _padded(padding), op_traits.packet(reader)
+        flat = build.make(reader, aten.view.default, (gradient, [math.prod(shape_of(gradient)[:-1]), shape_of(view)[-1]]))
+        if name is aten.mm:
+            rows = build.make(reader, reader.target, (flat, reader.args[1]))
+            apart = build.make(reader, aten.view.default, (rows, [*shape_of(gradient)[:-1], shape_of(rows)[-1]]))
+            padded = self.pad(apart, padding, reader)
+            return build.make(reader, aten.view.default, (padded, list(shape_of(reader))))
+        made = build.make(reader, reader.target, (flat, *reader.args[1:]))
+        if name is aten.sum:
+            return made
+        for product in list(reader.users):
+            with self.graph.inserting_before(product):
+                *added, _, rows = product.args
+                apart = build.make(product, aten.view.default, (rows, [*shape_of(padding)[:-1], shape_of(rows)[-1]]))
+                taken = build.make(product, aten.slice.Tensor, (apart, *_place(padding, 2, shape_of(padding))))
+                used = build.make(product, aten.view.default, (taken, [shape_of(flat)[0], shape_of(rows)[-1]]))
+                product.replace_all_uses_with(build.make(product, product.target, (*added, made, used)))
+        return None
+
+    @staticmethod
+    def pad(rows: fx.Node, padding: fx.Node, like: fx.Node) -> fx.Node:
+        """Returns ``rows`` padded with zeros as ``padding`` pads its own."""
+        build, shape = Builder.beside(like), [*shape_of(padding)[:-1], shape_of(rows)[-1]]
+        if padding.target is PADDINGS[0]:
+            return build.make(like, padding.target, (rows, shape, *padding.args[2:]))
+        zeros: Any = padding.args[0]
+        full = build.make(like, zeros.target, (shape, 0), {**zeros.kwargs, "dtype": rows.meta["val"].dtype})
+        return build.make(like, padding.target, (full, rows, *padding.args[2:]))
+
+
+def _is_understood(reader: fx.Node, gradient: fx.Node) -> bool:
+    """Returns True if ``reader`` is a product with the gradient, or a sum of the gradient over rows."""
+    name = op_traits.packet(reader)
+    if name is aten.mm:
+        return reader.args[0] is gradient and reader.args[1] is not gradient
+    if name in (aten.t, aten.permute):
+        return all(user.target in PRODUCTS and user.args[-2] is reader and not user.kwargs for user in reader.users)
+    return name is aten.sum and len(reader.args) > 1 and list(reader.args[1]) == [0]  # type: ignore[arg-type]

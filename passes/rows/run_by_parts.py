@@ -171,11 +171,41 @@ class _Rewriting:
             return self.build.make(reader, aten.view.default, (whole, list(shape_of(whole)[read:])))
         key = (whole, read, part)
         if key not in self.sliced:
+            if read.lead > 1 and self.copies(whole, read.lead):
+                self.sliced[key] = self.between(whole, read.lead, *self.bounds[part], reader)
+                return self.sliced[key]
             if read.lead > 1:
                 whole = self.flattened(whole, read.lead, reader)
             place = (whole, int(read.transposed), *self.bounds[part])
             self.sliced[key] = self.build.make(reader, aten.slice.Tensor, place)
         return self.sliced[key]
+
+    @staticmethod
+    def copies(whole: fx.Node, lead: int) -> bool:
+        """Returns True if rows of several numbers have to be copied to come into one dimension."""
+        value = whole.meta["val"]
+        rows = list(zip(value.shape[:lead], value.stride()[:lead], strict=True))
+        follows = all(stride == size * inner for (_, stride), (size, inner) in itertools.pairwise(rows))
+        return math.prod(value.shape[lead:]) > 1 and not follows
+
+    def between(self, whole: fx.Node, lead: int, start: int, stop: int, reader: fx.Node) -> fx.Node:
+        """Returns the rows from ``start`` to ``stop`` of ``whole`` in one dimension. It copies no other rows, and few of these."""
+        if lead == 1:
+            return self.build.make(reader, aten.slice.Tensor, (whole, 0, start, stop))
+        inner, shape = math.prod(shape_of(whole)[1:lead]), shape_of(whole)
+        low, high, pieces = -(-start // inner), stop // inner, []  # the entries of the first dimension that all belong to it
+
+        def piece(entry: int, first: int, last: int) -> None:
+            if first < last:
+                one = self.build.make(reader, aten.select.int, (whole, 0, entry))
+                pieces.append(self.between(one, lead - 1, first, last, reader))
+
+        piece(start // inner, start % inner, min(inner, stop - inner * (start // inner)) if start % inner else 0)
+        if low < high:
+            entries = self.build.make(reader, aten.slice.Tensor, (whole, 0, low, high))
+            pieces.append(self.build.make(reader, aten.view.default, (entries, [(high - low) * inner, *shape[lead:]])))
+        piece(high, 0, stop - inner * high if low <= high else 0)
+        return pieces[0] if len(pieces) == 1 else self.build.make(reader, aten.cat.default, (pieces,))
 
     def flattened(self, whole: fx.Node, lead: int, reader: fx.Node) -> fx.Node:
         """Returns ``whole`` with its rows in one dimension. All parts of a stage share it, as it may be a copy."""

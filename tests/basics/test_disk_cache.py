@@ -41,6 +41,15 @@ def test_a_record_of_a_graph_without_backward_comes_back(folder):
     assert records.load("inference") == Record(None, 0)
 
 
+def test_spaces_around_variables_are_no_part_of_them(folder, monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", f" {folder.parent}\n")
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", " 2GiB ")
+    assert disk_cache.folder() == folder
+    assert disk_cache.size_limit() == 2 << 30
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", " ")
+    assert disk_cache.size_limit() == disk_cache.DEFAULT_SIZE
+
+
 def test_an_unknown_key_has_no_record(folder):
     assert records.load("nothing") is None
     records.save("key", Record(None))

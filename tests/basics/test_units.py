@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoremat.basics.units import BYTE_FORMS, format_bytes, format_seconds, parse_bytes
+from autoremat.basics.units import BYTE_FORMS, bytes_apart, format_bytes, format_seconds, parse_bytes
 
 UNITS = ["B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]
 
@@ -123,3 +123,9 @@ def test_format_bytes(count, expected):
 )
 def test_format_seconds(seconds, expected):
     assert format_seconds(seconds) == expected
+
+
+def test_bytes_that_look_alike_are_told_in_full():
+    assert bytes_apart(2**20, 2**20 + 24) == ("1.00 MiB (1048576 bytes)", "1.00 MiB (1048600 bytes)")
+    assert bytes_apart(2**20, 2**20) == ("1.00 MiB", "1.00 MiB")
+    assert bytes_apart(2**20, 2**21) == ("1.00 MiB", "2.00 MiB")

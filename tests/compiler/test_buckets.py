@@ -157,7 +157,7 @@ def test_buckets_of_a_broken_function_keep_their_share_or_fail(one_rank):
 
     torch.compiler.reset()
     model = DistributedDataParallel(Broken(2), bucket_cap_mb=1)
-    compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": 0.01})
+    compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": 0.01, "on_infeasible": "raise"})
     with pytest.raises(Exception, match="buckets of DistributedDataParallel together") as caught:
         compiled(batch())
     error = find_cause(caught.value, BudgetInfeasible)

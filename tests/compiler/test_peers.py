@@ -287,9 +287,9 @@ def cached(rank: int, folders: tuple[str, ...]) -> dict[str, Any]:
 
 def test_caches_of_single_ranks_have_no_influence(tmp_path):
     folders = [str(tmp_path / name) for name in "abc"]
-    cold = values(run_ranks(cached, 2, args=(folders[:2],)))
-    mixed = values(run_ranks(cached, 2, args=((folders[0], folders[2]),)))
-    warm = values(run_ranks(cached, 2, args=((folders[0], folders[2]),)))
+    cold = values(run_ranks(cached, 2, timeout=600, args=(folders[:2],)))
+    mixed = values(run_ranks(cached, 2, timeout=600, args=((folders[0], folders[2]),)))
+    warm = values(run_ranks(cached, 2, timeout=600, args=((folders[0], folders[2]),)))
     for found in (cold, mixed, warm):
         assert found[0]["schedule"] == found[1]["schedule"] == cold[0]["schedule"]
         assert found[0]["peak"] == found[1]["peak"] <= found[0]["budget"]

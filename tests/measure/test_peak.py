@@ -226,6 +226,15 @@ def test_messages_of_others_are_printed_while_torchs_is_dropped(capfd):
     assert capfd.readouterr().err == "of another thread\n"
 
 
+def test_the_block_runs_under_the_users_environment_and_standard_error(capfd, monkeypatch):
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    peak_module._used_up.clear()
+    with track_peak("cpu"):
+        assert "KINETO_LOG_LEVEL" not in os.environ
+        os.write(2, b"of a data loader\n")
+        assert capfd.readouterr().err == "of a data loader\n"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_counters_and_timeline():

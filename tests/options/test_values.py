@@ -53,7 +53,7 @@ ACCEPTED: dict[str, set[str]] = {
     "auto_headroom": BYTES | {"0"},
     "time_limit": SECONDS,
     "compiler": set(),
-    "on_infeasible": set(),
+    "on_infeasible": {"None"},
     "on_planning_error": {"None"},
     "cost_model": set(),
     "plan": {"None"},
@@ -129,6 +129,13 @@ def test_every_text_of_a_variable_has_a_meaning_or_is_refused(variable, monkeypa
         assert found == "" or found.startswith("{"), text
         accepted |= {text} if found else set()
     assert accepted == IN_THE_ENVIRONMENT[variable]
+
+
+def test_a_budget_of_6_asks_whether_gib_are_meant():
+    with pytest.raises(OptionsError, match='Did you mean "6GiB"?'):
+        Options.parse({"memory_budget": 6})
+    with pytest.raises(OptionsError, match=r"Did you mean 1.0 \(100 %\)?"):  # the int 1 would be a byte
+        Options.parse({"memory_budget": 100})
 
 
 @pytest.mark.parametrize("value", [70, 70.0, numpy.int64(70), "70"])

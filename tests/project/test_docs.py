@@ -76,9 +76,10 @@ LONG = {"explain.md"}
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in LONG)) for page in WITH_BLOCKS]
 )
-def test_the_python_blocks_run(page, elsewhere):
+def test_the_python_blocks_run(page, elsewhere, capsys):
     configure(compiler="aot_eager")  # nothing waits for a C++ compiler
     run_page(page)
+    assert "None" not in re.split(r"[^\w.]+", capsys.readouterr().out), "a figure that nobody has says nothing"
 
 
 def test_the_quick_start_runs_as_it_is_printed(elsewhere, capsys):

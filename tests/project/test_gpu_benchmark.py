@@ -157,6 +157,7 @@ def test_a_folder_without_wheels_is_refused(call, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.card
 @pytest.mark.skipif(bool(library.missing()), reason=f"no emulated card: {library.missing()}")
 def test_a_part_of_the_rehearsal(call, tmp_path):
     done = call("--rehearse", "--stages", "rates", "CUDA graphs", "launches", "--units", "1", "--minutes", "30")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoremat
+from autoremat.basics.errors import BudgetWarning
 from autoremat.compiler import reference
 from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.joint_graph import PricedGraph
@@ -188,9 +190,43 @@ def test_a_larger_batch_has_a_share_of_its_own():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: nn.Sequential(f)], ids=["module", "container"])
-def test_a_whole_function_that_does_not_fit_its_share_is_an_error(wrap):
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no plan was found"):
-        torch.compile(wrap(blocks()), backend="autoremat", options=EAGER | {"memory_budget": 0.1})(torch.randn(64, 64))
+def test_a_whole_function_that_does_not_fit_its_share_warns_and_needs_the_least(wrap):
+    """An error needs ``on_infeasible="raise"``. It names the share, and the least one, which is accepted."""
+
+    def step(share, **options):
+        torch._dynamo.reset()
+        fitting = EAGER | {"memory_budget": share, **options}
+        torch.compile(wrap(blocks()), backend="autoremat", options=fitting)(torch.randn(64, 64)).sum().backward()
+        return autoremat.reports()[-1]
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"memory_budget=0.1\b.* 10 % of the ") as refused:
+        step(0.1, on_infeasible="raise")
+    with pytest.warns(BudgetWarning, match=r"memory_budget=0.1, 10 % of the .* least share that works is 0\.\d+") as warned:
+        report = step(0.1)
+    least = float(re.search(r"share that works is ([\d.]+\d)", str(warned[0].message))[1])
+    assert f"raise memory_budget to {least:g}, or to {report.peak_bytes} " in str(refused.value)
+    assert report.peak_bytes == report.minimum_peak_bytes > report.budget_bytes
+    assert step(least).fits
+    with pytest.warns(BudgetWarning):
+        step(least - 0.001)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_bytes_are_strict_except_in_evaluation(trains):
+    model = blocks().train(trains)
+    step = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": "1KiB"})
+    if trains:
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no plan was found"):
+            step(torch.randn(64, 64))
+        return
+    with pytest.warns(BudgetWarning, match="over its budget of 1.00 KiB.*evaluation mode"):
+        step(torch.randn(64, 64))
+
+
+def test_explain_warns_of_an_infeasible_share():
+    with pytest.warns(BudgetWarning, match="no plan was found"):
+        report = explained(0.1, **EAGER)
+    assert report.predicted_peak_bytes == report.minimum_peak_bytes > report.budget_bytes
 
 
 def test_another_branch_of_the_function_may_use_the_bytes_of_the_first():

@@ -124,7 +124,12 @@ def test_without_a_step_an_impossible_budget_is_an_error_in_the_third_step():
         assert raised.value.budget_bytes == 1000 < raised.value.minimum_bytes
     blocks = autoremat.compile_blocks(model.layers, 1000, options={**EAGER, "on_infeasible": "best_effort"})
     train(model, inputs, 2)
-    with pytest.warns(BudgetWarning, match="best_effort"):
+    with pytest.warns(BudgetWarning, match="over its budget"):
+        train(model, inputs, 1)
+    assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
+    blocks = autoremat.compile_blocks(model.layers, 0.05, options=EAGER)
+    train(model, inputs, 2)
+    with pytest.warns(BudgetWarning, match="memory_budget=0.05, 5 % of .* least share that works"):
         train(model, inputs, 1)
     assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
 
@@ -290,6 +295,48 @@ def test_blocks_give_way_by_the_excess_of_their_code(monkeypatch, needed):
     model(inputs).backward()
     assert not errors
     assert blocks.profile.step == before.with_higher_peaks(0, {1001: 0.005, 1020: 1.02 - 1, 2000: 0.05}[needed])
+
+
+class Halves(nn.Module):
+    """A block with a graph break in the middle. Its first half draws random numbers and moves running averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.down = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.norm(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.down(x))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_ran_before_a_graph_that_gives_way_does_not_run_again(monkeypatch, failing):
+    model, inputs = layered(2)
+    model.layers = nn.ModuleList(Halves() for _ in range(2))
+    plain = copy.deepcopy(model)
+    blocks = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs))
+    model.load_state_dict(plain.state_dict())  # profiling moves the averages
+    compiled = 0
+
+    def backend(gm, inputs, **_):
+        nonlocal compiled
+        compiled += 1
+        if compiled == failing + 1:
+            raise BudgetInfeasible(budget_bytes=1000, minimum_bytes=1010, lower_bound_bytes=0)
+        return gm.forward
+
+    monkeypatch.setattr(step_profile.blocks, "backend", backend)
+    before = blocks.profile.step
+    draws = []
+    for one in (model, plain):
+        torch.manual_seed(0)
+        one(inputs).backward()
+        draws.append(torch.rand(1))
+    assert blocks.profile.step != before
+    assert same_bits(*draws)
+    assert all(map(same_bits, model.buffers(), plain.buffers()))
+    assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def sharded(rank: int) -> tuple[list[float], list[object], int]:

@@ -12,7 +12,7 @@ from reports import report_for
 from torch import nn
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, CaptureError, DeviceTooSmall
+from autoremat.basics.errors import BudgetInfeasible, CaptureError, DeviceTooSmall, OptionsError, PlanInvalid
 from autoremat.basics.units import format_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
@@ -177,6 +177,20 @@ def test_a_step_that_cannot_be_traced_in_parts_is_advised_without_them():
 
     advice = advise(explain, Options(), (torch.zeros(12, 2),), {}, refusal(GRADIENTS + PER_SAMPLE * 12))
     assert {one.micro_batches for one in advice.trials} == {1}
+    assert advice.failed == ()
+
+
+@pytest.mark.parametrize("error", [PlanInvalid("op 3 reads a lost value"), OptionsError("no such host"), CaptureError("an op")])
+def test_an_error_of_a_trial_is_told(error):
+    def explain(options, args, kwargs):
+        if options.host_memory is not None:
+            raise error
+        return Step()(options, args, kwargs)
+
+    advice = advise(explain, Options(), (torch.zeros(12, 2),), {}, refusal(GRADIENTS + PER_SAMPLE * 12))
+    assert [one.partition(" (")[0] for one in advice.failed] == ["chunk_loss, host_memory"]
+    assert f"Could not be tried: chunk_loss, host_memory ({type(error).__name__}: {error})" in str(advice)
+    assert advice.best.micro_batches > 1
 
 
 def test_no_more_plans_are_made_than_announced():

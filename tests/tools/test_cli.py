@@ -237,6 +237,15 @@ def test_explain_counts_a_whole_device(training):
     assert "ledger of the device" in run(*arguments).stdout
 
 
+def test_the_device_of_a_command_is_that_of_its_ledger(training):
+    arguments = ("explain", f"{training}:loss", "--device-memory", "24GiB", "-o", "compiler=aot_eager", "--json")
+    named = Report.from_json(run(*arguments, "--device", "RTX 4090").stdout).device_ledger
+    assert "4090" in named.device
+    assert named.reserve_bytes >= 2**28
+    assert next(row for row in named.rows if row.name == "context and libraries").bytes >= 2**28
+    assert Report.from_json(run(*arguments).stdout).device_ledger.device == "cpu"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

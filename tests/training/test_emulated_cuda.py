@@ -37,26 +37,32 @@ def test_the_card_and_small_steps_under_budgets():
     run("check_card.py", "check_device.py", "check_steps.py", "check_cuda_graphs.py", "check_streams.py", marks="not slow")
 
 
+@pytest.mark.card
 def test_stays_on_the_host():
     run("check_host_memory.py", "check_layouts.py", marks="slow or not slow")
 
 
+@pytest.mark.card
 def test_models_under_budgets():
     run("check_steps.py", "check_features.py", marks="slow")
 
 
+@pytest.mark.card
 def test_reserved_bytes_of_models():
     run("check_reserved.py", marks="slow")
 
 
+@pytest.mark.card
 def test_cuda_graphs_streams_and_kernels_of_the_user():
     run("check_cuda_graphs.py", "check_streams.py", "check_user_kernels.py", marks="slow")
 
 
+@pytest.mark.card
 def test_kernels_of_models_compile():
     run("check_code.py", marks="slow", interpreted=False)
 
 
+@pytest.mark.card
 def test_plans_that_are_made_by_name_hold_on_the_card(tmp_path, monkeypatch):
     named.write_plans(tmp_path, "NVIDIA H100 80GB HBM3")
     named.write_graphs(tmp_path, "NVIDIA H100 80GB HBM3")

@@ -2,7 +2,7 @@
 
 D9: at budget 0 a result that is a tuple is handed over as if it were a tensor. D10: checkpoint regions of the model are
 overridden by the budget. D14: two checkpointed passes through the same blocks keep both passes' values. D19: in-place ops
-inside of selective checkpoints get lost. (D3 is in ``test_torch_defects.py``.)
+inside of selective checkpoints get lost. (D3 is in ``test_pitfalls.py``.)
 """
 
 from __future__ import annotations

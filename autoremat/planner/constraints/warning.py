@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 from autoremat.basics.errors import ConstraintWarning
+from autoremat.basics.warn import warn_user
 
 _collected: ContextVar[list[str] | None] = ContextVar("messages of constraint warnings", default=None)
 
@@ -17,7 +17,7 @@ def warn(message: str) -> None:
     messages = _collected.get()
     if messages is not None and message not in messages:
         messages.append(message)
-    warnings.warn(message, ConstraintWarning, stacklevel=3)
+    warn_user(message, ConstraintWarning)
 
 
 @contextlib.contextmanager

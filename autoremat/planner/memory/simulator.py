@@ -31,7 +31,7 @@ from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 from autoremat.planner.memory.stays import divide
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """The result of a simulation.
 

@@ -220,6 +220,9 @@ class StepProfile(Shown):
     """For each entry of ``step.graphs``, the limits within which the backend finds its plan again. None without a budget."""
     device_ledger: DeviceBudget | None = None
     """The ledger of the whole device, if the budget is a device budget."""
+    must_fit: bool = True
+    """False if a graph whose code exceeds its share runs all the same, as under a budget that is a share of the reference
+    peak."""
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -251,7 +254,13 @@ class StepProfile(Shown):
             memory_budget.check()
             found = self.step.shared_out(memory_budget.budget_bytes)
             return replace(found, device_ledger=memory_budget.of_step(found.peak_bytes))
-        return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.reference_peak_bytes))
+        budget = parse_budget(memory_budget, "memory_budget")
+        share = budget if isinstance(budget, float) else None
+        try:
+            found = self.step.shared_out(budget_bytes(budget, self.reference_peak_bytes))
+        except BudgetInfeasible as error:
+            raise error.asked_as(share, self.reference_peak_bytes) from None
+        return replace(found, must_fit=share is None)
 
     def shares_of(self, key: str) -> dict[int | None, Share | None]:
         """Returns the share of each block that calls the graph with this key; the block is None for all other calls.

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Plan(Shown):
 
     graph: Graph
     schedule: Schedule
-    timeline: Timeline
+    timeline: Timeline = field(compare=False)  # follows from the two
     label: str = ""
     """The origin of the plan, for logs: segments, nesting, price."""
     budget_bytes: int | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -243,6 +243,13 @@ class Search:
         with self.limit.unit():
             return PeakBound(self.graph).peak_bytes()
 
+    @contextmanager
+    def _beside(self, share: float) -> Iterator[WorkLimit]:
+        """Gives a search that is made once, for all budgets, a share of work beside theirs."""
+        with self.limit.beside(share) as limit:
+            yield limit
+        self.lacks_candidates = self.lacks_candidates or limit.interrupted
+
     @cached_property
     def lowest_in_sequence(self) -> Plan:
         """The plan of the minimum peak found that keeps the graph's sequence.
@@ -254,7 +261,7 @@ class Search:
             return self.smallest
         by_peak = {plan.peak_bytes: plan for plan in reversed(self.unfilled) if not plan.schedule.stays}
         starts = [by_peak[peak] for peak in sorted(by_peak)[: SETTINGS.least_peak.starts]]
-        with self.limit.beside(SETTINGS.least_peak.share) as limit:
+        with self._beside(SETTINGS.least_peak.share) as limit:
             found = lowered(starts, self.peak_bound, limit)
         return min(self.smallest, found, key=lambda p: (p.peak_bytes, p.cost_seconds))
 
@@ -266,10 +273,10 @@ class Search:
             return first
         found = [first]
         if not first.schedule.stays:
-            with self.limit.beside(SETTINGS.least_peak.share) as limit:
+            with self._beside(SETTINGS.least_peak.share) as limit:
                 found.append(reordered(first, limit))
         if Strategies.RUN_LATER in self.strategies and self.graph.fuses:
-            with self.limit.beside(settings.gradients_later_share) as limit:
+            with self._beside(settings.gradients_later_share) as limit:
                 found.append(with_gradients_later(first, limit))
         return min(found, key=lambda plan: plan.peak_bytes)
 
@@ -319,7 +326,7 @@ class Search:
     def recreate(self, budget: int, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
         """Improves the cheapest filled candidates within ``budget`` bytes, of different segmentations, by ruin and recreate.
 
-        A plan that ``suffices`` ends it.
+        A plan that ``suffices`` ends it. The joint search, if there is one, comes before it and needs no work any more.
         """
         bases: dict[Segmentation, Candidate] = {}
         for candidate in sorted(self.filled, key=lambda c: c.plan.cost_seconds):
@@ -333,8 +340,7 @@ class Search:
 
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            with self.own_half() if self.joint is None else nullcontext():
-                found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
+            found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
             self.filled.append(Candidate(found, segmentation))
             if suffices(found):
                 break

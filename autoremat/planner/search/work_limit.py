@@ -6,7 +6,9 @@ that a graph whose candidates take long still gets a filled plan and lower bound
 
 The clock is the last resort, for a processor that is several times slower than the one of the weights. It counts the
 processor time of units, so that other processes end no search: beside them, a search takes longer than its limit. Only the
-clock can give an equal request another plan, so a search remembers which of the two has ended it.
+clock can give an equal request another plan, so a search remembers which of the two has ended it. HiGHS knows no
+processor time: a linear program of the joint choice may take 30 s by the wall, many times what it needs. One that runs into
+them counts as ended by the clock.
 
 The weights are about microseconds of processor time per item, so that all kinds of units count fairly. They were measured on
 MLPs, convolutional networks and transformers of 250 to 15,000 ops; ``benchmarks/work_weights.py`` measures them again.
@@ -99,13 +101,19 @@ class WorkLimit:
 
     @contextmanager
     def beside(self, share: float) -> Iterator[WorkLimit]:
-        """Gives a further search that share of the work of a whole one, and the time that is left."""
+        """Gives a further search that share of the work of a whole one, and the time that is left.
+
+        What it leaves out counts as left out by this search, also after an error.
+        """
         further = WorkLimit(self.seconds)
         further.work *= share
         further.elapsed, further.longest = self.elapsed, self.longest
-        yield further
-        self.elapsed, self.longest = further.elapsed, further.longest
-        self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
+        try:
+            yield further
+        finally:
+            self.elapsed, self.longest = further.elapsed, further.longest
+            self.interrupted = self.interrupted or further.interrupted
+            self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
 
     def include(self, part: WorkLimit) -> None:
         """Counts the units of a search that is part of this one."""

@@ -39,7 +39,16 @@ def test_a_plan_comes_back_as_it_was(plan):
     again = Plan.loads(plan.dumps())
     assert (again.graph, again.schedule, again.label) == (plan.graph, plan.schedule, plan.label)
     assert again.peak_bytes == plan.peak_bytes
+    assert again == plan
+    assert hash(again) == hash(plan)
     assert plan_file.graph_hash(again.graph) == plan_file.graph_hash(plan.graph)
+
+
+def test_plans_that_differ_are_not_equal(plan):
+    looser = autoremat.plan(plan.graph, memory_budget=1.0)
+    assert looser.schedule != plan.schedule
+    assert len({plan, looser, Plan.loads(plan.dumps())}) == 2
+    assert plan != dataclasses.replace(plan, label="another")
 
 
 def test_what_is_known_of_the_budget_comes_back(plan, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -194,6 +195,21 @@ def test_a_share_of_the_work_passes_before_the_work():
     assert limit.interrupted
     assert not limit.ended_by_clock
     assert limit.seconds_left == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_further_search_leaves_out_is_left_out_by_the_search(clock, fails):
+    limit = WorkLimit(10.0)
+    with contextlib.suppress(ValueError), limit.beside(0.5) as further:
+        with further.unit(6.0 * WORK_PER_SECOND):
+            clock.time += 1.0
+        assert further.has_passed()
+        if fails:
+            raise ValueError
+    assert limit.interrupted
+    assert limit.elapsed == 1.0
+    assert limit.done == 0.0
+    assert not limit.ended_by_clock
 
 
 def test_that_the_clock_has_ended_a_search_is_known_after_it_begins_anew(clock):

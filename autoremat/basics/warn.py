@@ -1,0 +1,34 @@
+"""Warns users at their own line: the innermost frame that belongs neither to this package nor to torch.
+
+Warnings come from deep below a user's call, often through Dynamo, so a fixed number of frames would name anybody's line.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+BETWEEN = ("autoremat", "torch", "contextlib", "functools")
+"""Top-level modules whose frames lie between the user's line and a warning. Generated code has no module."""
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Emits a warning that points at the user's line."""
+    frame = _users_frame(sys._getframe(1))
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"),
+        names.setdefault("__warningregistry__", {}),
+    )  # fmt: skip
+
+
+def _users_frame(innermost: FrameType) -> FrameType:
+    """Returns the innermost frame of the user; without one, as in a thread of torch's, the given one."""
+    frame: FrameType | None = innermost
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if isinstance(module, str) and module.partition(".")[0] not in BETWEEN:
+            return frame
+        frame = frame.f_back
+    return innermost

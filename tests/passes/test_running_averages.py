@@ -1,0 +1,108 @@
+"""Batch norms in training run again under a budget, and move their running averages once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracles import same_bits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoremat
+
+CHANNELS = 8
+
+
+class Stages(nn.Module):
+    """Three stages of two convolutions and batch norms each, with shortcuts."""
+
+    def __init__(self, norm: Callable[[], nn.Module], checkpoints: bool = False, shares: bool = False) -> None:
+        super().__init__()
+        norms = [norm() for _ in range(6)]
+        if shares:
+            norms = [norms[0]] * 6
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), norms[i], nn.ReLU(),
+                nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), norms[i + 3],
+            )
+            for i in range(3)
+        )  # fmt: skip
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            inside: Any = checkpoint(stage, x, use_reentrant=False) if self.checkpoints else stage(x)
+            x = torch.relu(x + inside)
+        return x.square().mean()
+
+
+class ReadsAverages(Stages):
+    """A loss that reads the averages after they have moved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.stages[0][1].running_mean.square().sum()
+
+
+def trained(model: Stages, dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], int]:
+    """Two steps: gradients and buffers afterwards, and the peak of the second one."""
+    torch.compiler.reset()
+    given: dict[str, Any] = {"backend": "autoremat", "options": options} if options else {"backend": "aot_eager"}
+    step = torch.compile(model, **given)
+    for number in range(2):
+        torch.manual_seed(number)
+        x = torch.randn(4, CHANNELS, 16, 16, dtype=dtype)
+        with autoremat.track_peak("cpu") as peak:
+            step(x).backward()
+    return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()], peak.bytes
+
+
+def both(make: Callable[[], Stages], dtype: torch.dtype = torch.float32) -> tuple[int, int]:
+    """Peaks without and with a plan of the least peak, whose bits are compared."""
+    found = []
+    for options in (
+        {},
+        {"memory_budget": 1, "on_infeasible": "best_effort", "compiler": "aot_eager", "cost_model": "roofline"},
+    ):
+        torch.manual_seed(0)
+        found.append(trained(make(), dtype, **options))
+    (plain, plain_peak), (ours, peak) = found
+    assert all(map(same_bits, plain, ours))
+    return plain_peak, peak
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.BudgetWarning")
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_batch_norm_runs_again_with_the_same_bits(checkpoints):
+    plain, ours = both(lambda: Stages(lambda: nn.BatchNorm2d(CHANNELS), checkpoints))
+    assert ours < (0.9 if checkpoints else 0.6) * plain, (ours, plain)
+
+
+OTHERS: dict[str, Callable[[], Stages]] = {
+    "no weight": lambda: Stages(lambda: nn.BatchNorm2d(CHANNELS, affine=False)),
+    "no averages": lambda: Stages(lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False)),
+    "one for all": lambda: Stages(lambda: nn.BatchNorm2d(CHANNELS), shares=True),
+    "averages are read": lambda: ReadsAverages(lambda: nn.BatchNorm2d(CHANNELS)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_neighbours_have_the_same_bits(name):
+    both(OTHERS[name])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_averages_of_another_type_have_the_same_bits(affine):
+    def make() -> Stages:
+        model = Stages(lambda: nn.BatchNorm2d(CHANNELS, affine=affine)).bfloat16()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.float()
+        return model
+
+    both(make, torch.bfloat16)
