@@ -11,7 +11,6 @@ Sizes that depend on data count at their upper bounds. Where nothing bounds one,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.autograd.graph import Node
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.ops.tensors import tensors_in
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
@@ -82,10 +82,9 @@ class SizeCheck:
         if found is None or self._budget is None:
             return
         self.assumed.clear()
-        warnings.warn(
+        warn_user(
             f"a size that depends on data is {found[0]} in this step, and the plan assumes at most {found[1]}, because nothing "
             f"bounds it: the budget of {format_bytes(self._budget)} may not hold. State the bound in the function that is "
             f"compiled, torch._check(size <= {found[0]}) or more, and it is planned for",
             BudgetWarning,
-            stacklevel=4,
         )
