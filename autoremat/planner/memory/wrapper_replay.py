@@ -63,8 +63,8 @@ class ReplayContext:
     - ``device_type``: type of the device whose memory counts.
     - ``copied_inputs``: bytes by name of the step's inputs that CUDA graphs copy into their memory, because the addresses can
       change. None without CUDA graphs.
-    - ``aliases``: for each tensor that the backward receives as a view, the one whose memory it shares: an input of the step, or
-      another tensor that the backward receives. Torch's own partition saves views.
+    - ``aliases``: for each tensor that the backward receives as a view, the one whose memory it shares: an input of the step,
+      or another tensor that the backward receives. Torch's own partition saves views.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)
