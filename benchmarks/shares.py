@@ -52,12 +52,8 @@ def experts() -> Built:
 
 def convnext() -> Built:
     """Returns a ConvNeXt of two stages."""
-    layers = [
-        nn.Conv2d(3, 16, 4, stride=4),
-        *(ConvNextBlock(16, torch.float32) for _ in range(3)),
-        nn.Conv2d(16, 32, 2, stride=2),
-    ]
-    layers += [ConvNextBlock(32, torch.float32) for _ in range(3)]
+    small, large = ([ConvNextBlock(width, torch.float32) for _ in range(3)] for width in (16, 32))
+    layers = [nn.Conv2d(3, 16, 4, stride=4), *small, nn.Conv2d(16, 32, 2, stride=2), *large]
     return model_zoo.Classifier(nn.Sequential(*layers), 32), model_zoo.images(128)
 
 

@@ -23,7 +23,7 @@ from autoremat.compiler.lowering import EAGER_BACKWARD, GraphSource
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.reference import CODE
 from autoremat.compiler.replay_context import replay_context
-from autoremat.planner.memory.wrapper_replay import ReplayContext
+from autoremat.planner.memory.wrapper_replay import INPUT_PREFIXES, ReplayContext
 from autoremat.request.limits import Limits
 from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs, tensor_identity
 from autoremat.torch_private.symbolic_sizes import size_hint
@@ -107,17 +107,29 @@ class _AsTorchDoes:
         self.priced = price_graph(copied, self.context)
         if self.priced is None:
             raise _Known
-        self.replayed = replay_context(self.priced.captured, self.priced.kept_inputs)
         forward, backward = joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
-        outputs = torch.utils._pytree.arg_tree_leaves(*forward.graph.output_node().args)
-        made = [node for node in outputs if isinstance(node, fx.Node) and node.op != "placeholder"]
-        given = {key for key, _ in map(_storage_of, forward.graph.find_nodes(op="placeholder"))}
-        returned = set(outputs[: joint.num_forward_outputs])
-        for node in made:
-            key, size = _storage_of(node)
-            if key not in given:
-                (self.returned if node in returned else self.saved)[key] = size
+        aliases = self._note_outputs(forward, joint.num_forward_outputs)
+        self.replayed = replace(replay_context(self.priced.captured, self.priced.kept_inputs), aliases=aliases)
         return forward, backward
+
+    def _note_outputs(self, forward: fx.GraphModule, returned: int) -> dict[str, str]:
+        """Notes the storages that the forward saves and returns. Returns the aliases among what it saves, and of its inputs.
+
+        The first ``returned`` outputs are the function's.
+        """
+        names = {_storage_of(node)[0]: node.name for node in forward.graph.find_nodes(op="placeholder")}
+        outputs, aliases = torch.utils._pytree.arg_tree_leaves(*forward.graph.output_node().args), dict[str, str]()
+        for number, node in enumerate(outputs):
+            if not isinstance(node, fx.Node) or node.op == "placeholder":
+                continue
+            key, size = _storage_of(node)
+            if not key:
+                continue
+            if names.setdefault(key, node.name) != node.name:
+                aliases[node.name] = names[key]
+            if not names[key].startswith(INPUT_PREFIXES):
+                (self.returned if number < returned else self.saved)[key] = size
+        return aliases
 
     def reference(self, halves: dict[bool, inductor_lowering.LoweredPeak]) -> Reference:
         """Returns the reference peak of a step with this code for both halves, in the bytes that the budget counts."""

@@ -54,10 +54,10 @@ def _strides(buffer: Any) -> tuple[object, ...]:
     return () if layout is None else tuple(step for size, step in zip(layout.size, layout.stride, strict=True) if size != 1)
 
 
-def received(lowering: Any, known: ReplayContext) -> tuple[dict[str, int], set[str]]:
+def received(lowering: Any, known: ReplayContext, source: str) -> tuple[dict[str, int], set[str]]:
     """Returns the bytes of the tensors that a backward receives, by name, and the names of those that it cannot free.
 
-    A forward receives none that count.
+    A forward receives none that count. Of tensors that share memory, the one that the code in ``source`` frees last has it.
     """
     if not lowering.is_backward:
         return {}, set()
@@ -66,4 +66,10 @@ def received(lowering: Any, known: ReplayContext) -> tuple[dict[str, int], set[s
         for name, buffer in lowering.graph_inputs.items()
         if not known.is_input(name, _strides(buffer))
     }
+    together: dict[str, list[str]] = {}
+    for name in counted:
+        together.setdefault(known.aliases.get(name, name), []).append(name)
+    for names_of_one in together.values():
+        *earlier, last = sorted(names_of_one, key=lambda name: source.rfind(f"del {name}\n") % (len(source) + 1))
+        counted |= {last: max(counted[name] for name in names_of_one), **dict.fromkeys(earlier, 0)}
     return counted, {name for name in counted if name in known.held or name.startswith("tangents")}

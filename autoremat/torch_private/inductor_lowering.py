@@ -72,7 +72,7 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
     from torch._inductor.virtualized import V
 
     with V.set_graph_handler(lowering):
-        counted, held = received(lowering, known)
+        counted, held = received(lowering, known, source)
 
         def buffer_bytes(name: str) -> int:
             buffer = lowering.try_get_buffer(name)

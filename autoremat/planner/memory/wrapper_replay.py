@@ -63,6 +63,8 @@ class ReplayContext:
     - ``device_type``: type of the device whose memory counts.
     - ``copied_inputs``: bytes by name of the step's inputs that CUDA graphs copy into their memory, because the addresses can
       change. None without CUDA graphs.
+    - ``aliases``: for each tensor that the backward receives as a view, the one whose memory it shares: an input of the step,
+      or another tensor that the backward receives. Torch's own partition saves views.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)
@@ -72,12 +74,15 @@ class ReplayContext:
     input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     copied_inputs: Mapping[str, int] | None = None
     device_type: str = "cpu"
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def is_input(self, name: str, strides: tuple[object, ...]) -> bool:
         """Returns True if the backward's input ``name`` is an input of the step.
 
         It is not one if the forward saved a copy of the input: one in another layout, or the copy that a CUDA graph reads.
         """
+        if self.aliases.get(name, "").startswith(INPUT_PREFIXES):
+            return True
         is_copied = name in (self.copied_inputs or {})
         return name.startswith(INPUT_PREFIXES) and not is_copied and self.input_strides.get(name, strides) == strides
 
