@@ -34,6 +34,8 @@ OUTSIDE_OF_GRAPHS = (
     "Modules and functions that it calls are compiled one by one, each with that budget, where Dynamo can trace them"
 )
 
+COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+
 BACKENDS = ("autoremat.compiler.dynamo_backend", "autoremat.step_profile.blocks")
 """The modules of the backends whose budgets hold for functions of the user."""
 
@@ -55,8 +57,8 @@ REMEDY = (
 SUPPRESSED = "torch._dynamo.config.suppress_errors = False raises the error in full"
 
 
-_told: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""The functions that a warning has told of."""
+_told: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
+"""The functions that a warning has told of, each with the line that Dynamo cannot trace."""
 
 
 def what_dynamo_said(since: int = 0) -> str:
@@ -134,7 +136,7 @@ def _gave_up(given: GivenUp) -> None:
         return
     frames.reasons.note(given.code, f"{reason}{place}")
     asked = _asked(given.compiler)
-    if not asked or active_interceptor() is not None or not given.trains:
+    if not asked or active_interceptor() is not None or not given.trains or _is_told_of(given, full):
         return
     if full.startswith(frames.LIMIT):
         limit = next(iter(re.findall(r"Limit type: (\w+)", full)), "recompile_limit")
@@ -151,7 +153,14 @@ def _gave_up(given: GivenUp) -> None:
             f"{asked} does not hold in {_where(given.code)}, which Dynamo leaves uncompiled: {reason}{place}. "
             f"{OUTSIDE_OF_GRAPHS}. {remedy}"
         )
-    _warn_once(given.code, text)
+    _warn_once(given.code, text, given.line)
+
+
+def _is_told_of(given: GivenUp, reason: str) -> bool:
+    """Returns True for a frame within a function that a warning told of: for the same line, or a helper such as a generator."""
+    if reason.startswith(frames.LIMIT) or not any(code in _told for code in frames.calling()):
+        return False
+    return not given.line or given.line in _told.values() or given.code.co_name in COMPREHENSIONS
 
 
 def _asked(compiler: Compiler) -> str:
@@ -174,8 +183,8 @@ def _where(code: CodeType) -> str:
     return f"{rest}`{own}` ({short_source(file)}:{code.co_firstlineno})"
 
 
-def _warn_once(code: CodeType, text: str) -> None:
+def _warn_once(code: CodeType, text: str, line: str = "") -> None:
     """Warns at the function itself, whatever calls it."""
     if code not in _told:
-        _told.add(code)
+        _told[code] = line
         warnings.warn_explicit(text, BudgetWarning, code.co_filename, code.co_firstlineno)

@@ -197,6 +197,14 @@ def functions_in_work() -> Iterator[tuple[str, str]]:
         yield function_of(frame.f_locals[CODE] if not number else frame.f_code)
 
 
+def calling() -> Iterator[CodeType]:
+    """Yields the code of all functions that run in this thread, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
 def function_of(code: CodeType) -> tuple[str, str]:
     """Returns the file and the name of a function, also for its rest behind a graph break."""
     return code.co_filename, re.sub(rf"^(?:{RESUMED}_)+(.*?)(?:_at_\d+)+$", r"\1", code.co_name)

@@ -30,7 +30,7 @@ def nothing_yet(monkeypatch):
     """As in a new process."""
     monkeypatch.setattr(registry, "_reports", [])
     monkeypatch.setattr(registry, "_graphs_seen", 0)
-    monkeypatch.setattr(breaks, "_told", weakref.WeakSet())
+    monkeypatch.setattr(breaks, "_told", weakref.WeakKeyDictionary())
     monkeypatch.setattr(frames, "reasons", frames.Reasons())
     torch._dynamo.utils.counters.clear()
 

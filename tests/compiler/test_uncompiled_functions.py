@@ -24,7 +24,7 @@ OPTIONS = {"memory_budget": 0.9, "compiler": "aot_eager", "cost_model": "rooflin
 @pytest.fixture(autouse=True)
 def nothing_yet(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(breaks, "_told", weakref.WeakSet())
+    monkeypatch.setattr(breaks, "_told", weakref.WeakKeyDictionary())
     monkeypatch.setattr(frames, "reasons", frames.Reasons())
     breaks.listen()
 
