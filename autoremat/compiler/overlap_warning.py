@@ -53,6 +53,14 @@ class Watched:
     backwards: Backwards | None = None
     sizes: SizeCheck | None = None
 
+    def limit_beside(self, earlier: Iterable[_Open]) -> int | None:
+        """Returns the share of what this graph and the ``earlier`` calls need together without this package; None for bytes."""
+        report = self.report
+        if not self.by_share or report.budget_share is None or report.reference_bytes is None:
+            return None
+        beside = sum(one.held_bytes_without_us for one in earlier)
+        return max(int(report.budget_share * (report.reference_bytes + beside)), report.budget_bytes or 0)
+
     @property
     def needs_no_look(self) -> bool:
         """True if nothing is left to be told of a call by itself."""
@@ -104,6 +112,12 @@ class _Open:
         """Bytes that the call holds for its backward."""
         return self.graph.report.saved_bytes if self.packed_bytes is None else self.packed_bytes
 
+    @property
+    def held_bytes_without_us(self) -> int:
+        """Bytes that the call would hold without this package, as far as that is known."""
+        known = self.graph.report.reference_saved_bytes
+        return self.held_bytes if self.packed_bytes is not None or known is None else known
+
 
 class _Call:
     """One call of a graph. It is open until its backward has run or autograd drops this object."""
@@ -127,7 +141,7 @@ class PartsOfStep:
     def note(self, running: Report, earlier: list[_Open]) -> None:
         """Counts a call of ``running`` beside the open calls ``earlier``, under our plans and without this package."""
         held = sum(one.held_bytes for one in earlier)
-        without_us = sum(one.graph.report.reference_saved_bytes or 0 for one in earlier) + (running.reference_bytes or 0)
+        without_us = sum(one.held_bytes_without_us for one in earlier) + (running.reference_bytes or 0)
         own = max(int((running.budget_share or 0.0) * without_us), running.budget_bytes or 0)
         self.peak_bytes, self.limit_bytes = max(self.peak_bytes, held + running.peak_bytes), max(self.limit_bytes, own)
         self.why = next((f" {note}." for note in running.notes if note.startswith(BROKEN)), self.why)
@@ -223,10 +237,11 @@ class Watch:
             return
         more = to_others + (0 if graph.counts_gradients else to_own) if graph.bounds_gradients else 0
         peak -= max(0, counted - len(own)) * graph.report.held_bytes if more else 0  # calls in flight that are not open
-        if peak + held + more <= budget or not held + more:
+        limit = graph.limit_beside(earlier)
+        if peak + held + more <= (limit or budget) or not held + more:
             return
         self.end()
-        _warn(_of_open_calls(present, earlier, peak, more) if held else _of_gradients(present, peak, more, to_others))
+        _warn(_of_open_calls(present, earlier, peak, more, limit) if held else _of_gradients(present, peak, more, to_others))
 
     def end(self) -> None:
         """Ends the watch, because one warning is enough."""
@@ -243,8 +258,11 @@ def _device_of(args: Iterable[Any]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _of_open_calls(present: _Open, earlier: Collection[_Open], peak: int, more: int) -> str:
-    """Returns the text about ``earlier`` calls that are open, and about ``more`` bytes of gradients beside them."""
+def _of_open_calls(present: _Open, earlier: Collection[_Open], peak: int, more: int, limit: int | None) -> str:
+    """Returns the text about ``earlier`` calls that are open, and about ``more`` bytes of gradients beside them.
+
+    ``limit`` is the share of what all these calls need; None for a budget in bytes.
+    """
     graph, counted = present.graph, present.graph.report.in_flight - 1
     held = sum(one.held_bytes for one in earlier)
     calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
@@ -255,13 +273,15 @@ def _of_open_calls(present: _Open, earlier: Collection[_Open], peak: int, more: 
     if any(one.graph is graph and one.leaves.isdisjoint(present.leaves) for one in earlier):
         remedy = " For equal blocks that are compiled one by one, use autoremat.compile_blocks(blocks, memory_budget=...)."
     gradients = f" beside {format_bytes(more)} of gradients" if more else ""
+    kept = f"the budget of {format_bytes(graph.report.budget_bytes or 0)} that each call keeps by itself"
+    if limit is not None:
+        kept = f"the {format_bytes(limit)} that are the share of what these calls need without autoremat"
     return (
         f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
         f"{format_bytes(held)} for the backward{gradients} while this one needs {format_bytes(peak)}, so far "
-        f"{format_bytes(held + more + peak)} together, over the budget of {format_bytes(graph.report.budget_bytes or 0)} that "
-        "each call keeps by itself. Later calls add to that. autoremat.profile_step(model, *batch, memory_budget=...) "
-        "measures the whole step and shares one budget among all calls. Call it before training, on every rank at the same "
-        f"time, and pass its result as memory_budget.{remedy}"
+        f"{format_bytes(held + more + peak)} together, over {kept}. Later calls add to that. "
+        "autoremat.profile_step(model, *batch, memory_budget=...) measures the whole step and shares one budget among all "
+        f"calls. Call it before training, on every rank at the same time, and pass its result as memory_budget.{remedy}"
     )
 
 

@@ -65,9 +65,39 @@ def test_retain_graph_within_the_budget_is_no_warning(watch):
     assert not watch.open
 
 
-def test_two_calls_of_a_graph_under_a_share_are_noticed(watch):
+def bytes_for(calls: int) -> int:
+    """The bytes of a budget that so many open calls of the block keep exactly."""
+    torch.compiler.reset()
+    options = {**EAGER, "memory_budget": 1.0, "in_flight": calls, "accumulate": True}
+    torch.compile(Block(0.0), backend="autoremat", options=options)(torch.randn(ROWS, WIDTH))
+    torch.compiler.reset()
+    return autoremat.reports()[-1].budget_bytes
+
+
+@pytest.mark.parametrize("share", [1.0, 0.85])
+def test_calls_under_a_share_are_judged_by_what_all_of_them_need(watch, share):
+    """As a sampler calls one network for each of its steps, of which it keeps the share."""
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8)))
+    compiled = torch.compile(deep, backend="autoremat", options={**EAGER, "memory_budget": share})
+    x = torch.randn(512, 16)
+    alone = torch.compile(deep, backend="aot_eager")
+    alone(x).sum().backward()
+    deep.zero_grad()
+    with autoremat.track_peak("cpu") as without_us:
+        sum(alone(x).sum() for _ in range(4)).backward()
+    deep.zero_grad()
+    compiled(x)
+    watch.active = True
+    with warnings.catch_warnings(record=True) as caught, autoremat.track_peak("cpu") as peak:
+        warnings.simplefilter("always")
+        sum(compiled(x).sum() for _ in range(4)).backward()
+    said = [one for one in caught if issubclass(one.category, BudgetWarning)]
+    assert bool(said) == (peak.bytes > (share + 0.02) * without_us.bytes)
+
+
+def test_two_calls_of_a_graph_are_noticed(watch):
     model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
-    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": bytes_for(1)})
     real = compiled(inputs)
     with pytest.warns(BudgetWarning, match="several calls of one compiled graph .* one earlier call holds") as caught:
         fake = compiled(-inputs)
@@ -123,7 +153,7 @@ def test_compiled_autograd_is_noticed(watch):
 @pytest.mark.parametrize("calls", [1, 2, 3])
 def test_calls_in_flight_are_no_warning_and_further_ones_are(watch, calls):
     model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
-    options = {**EAGER, "memory_budget": 1.0, "in_flight": calls}
+    options = {**EAGER, "memory_budget": bytes_for(calls), "in_flight": calls, "accumulate": True}
     compiled = torch.compile(model, backend="autoremat", options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
@@ -158,7 +188,7 @@ def test_calls_of_other_threads_are_not_counted(watch):
 
 def test_the_watch_of_a_thread_sees_its_own_calls(watch):
     model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
-    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": bytes_for(1)})
     first = compiled(inputs).sum()
 
     def twice() -> list[str]:

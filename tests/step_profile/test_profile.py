@@ -9,6 +9,7 @@ import torch
 from block_models import EAGER, ROWS, WIDTH, Block, Broken, Layered, gradients
 from oracles import same_bits
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
@@ -277,3 +278,47 @@ def test_the_error_of_a_share_names_more_bytes_than_its_budget(saved, monkeypatc
     error = caught.value.inner_exception
     assert isinstance(error, BudgetInfeasible)
     assert error.minimum_bytes > error.budget_bytes == 1 << 22
+
+
+class Checkpointed(nn.Module):
+    """Compiled blocks, each within a checkpoint, which drops what the block saves and calls it again in the backward."""
+
+    def __init__(self, blocks: nn.ModuleList, early_stop: bool) -> None:
+        super().__init__()
+        self.blocks, self.early_stop = blocks, early_stop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with set_checkpoint_early_stop(self.early_stop):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_what_a_checkpoint_drops_is_not_counted_as_held(early_stop):
+    blocks, x = nn.ModuleList(Block(0.0) for _ in range(5)), torch.randn(512, WIDTH)
+    for block in blocks:
+        block.compile(backend="autoremat", options=EAGER)
+    step = Checkpointed(blocks, early_stop)
+    profile = autoremat.profile_step(step, x, memory_budget=1.0, regional=True, options=EAGER)
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    reference = measured(step, step, x)
+    assert profile.reference_peak_bytes == pytest.approx(reference, rel=0.1)
+    for block in blocks:
+        block.compile(backend="autoremat", options={**EAGER, "memory_budget": profile})
+    assert measured(step, step, x) <= profile.budget_bytes
+
+
+def test_the_watch_counts_nothing_that_a_checkpoint_drops():
+    blocks, x = nn.ModuleList(Block(0.0) for _ in range(3)), torch.randn(512, WIDTH)
+    torch.compiler.reset()
+    block = torch.compile(blocks[0], backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    block(x).sum().backward()
+    report = autoremat.reports()[-1]
+    room = report.budget_bytes + report.gradient_bytes * 3 + 3 * x.nbytes  # with gradients, and what the checkpoints keep
+    assert report.saved_bytes + report.peak_bytes > room
+    for block in blocks:
+        block.compile(backend="autoremat", options={**EAGER, "memory_budget": room})
+    step = Checkpointed(blocks, early_stop=True)
+    assert measured(step, step, x) <= room  # a warning would be an error
