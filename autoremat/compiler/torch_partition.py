@@ -59,10 +59,13 @@ def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.G
 
 
 def torchs_plan(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> Plan | None:
-    """Returns torch's partition without a budget as a plan; None if it cannot be determined."""
+    """Returns torch's partition without a budget as a plan, which need not be valid; None if it cannot be determined.
+
+    It may recompute what reads an input that the forward overwrites, such as a batch norm in a checkpointed region.
+    """
     try:
         halves = fake_tensors.partition_for(1.0, captured.joint, joint_inputs, keywords)
-        return plan_of_partition(captured, *halves)
+        return Plan.of(captured.graph, schedule_of_partition(captured, *halves), "torch")
     except Exception as error:  # both are open-ended, and this is only a comparison
         log.info("no partition of torch's to compare with", exc_info=error)
         return None

@@ -77,7 +77,7 @@ class ReportData:
     baseline_peak_bytes: int
     """Simulated peak without recomputation."""
     minimum_peak_bytes: int
-    """Minimum peak found over all plans."""
+    """Minimum peak found over all plans: with code its peak, if that plan has any, else with the code headroom."""
     lower_bound_bytes: int
     """Lower bound on the peak of any plan."""
     saved_bytes: int
@@ -212,6 +212,8 @@ class ReportData:
     could not be replayed."""
     code_seconds: tuple[float, float] | None = None
     """Seconds of the kernels of the generated code, of forward and backward, without stalls. None as ``kernels`` are empty."""
+    minimum_is_searched: bool = False
+    """True if ``minimum_peak_bytes`` is the least that a search for it finds. Other budgets make none, and less may fit."""
     timed_minimum_bytes: int | None = None
     """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
 
@@ -307,6 +309,7 @@ class ReportData:
             predicted_peak_bytes=plan.peak_bytes,
             baseline_peak_bytes=planning.baseline.peak_bytes,
             minimum_peak_bytes=min(planning.smallest.peak_bytes, plan.peak_bytes),
+            minimum_is_searched=planning.least_is_searched,
             lower_bound_bytes=planning.lower_bound_bytes,
             saved_bytes=plan.saved_bytes,
             recomputed_ops=len(plan.recomputed),
@@ -336,10 +339,10 @@ class ReportData:
         )
 
     def compiled(self, peak_bytes: int | None, replans: int, room_left_because: str = "") -> Self:
-        """Returns the report with the results of code generation. An excess over the simulated peak is added to the minimum
-        peak, too."""
-        excess = max(0, (peak_bytes or 0) - self.predicted_peak_bytes)
-        minimum = min(self.minimum_peak_bytes + excess, peak_bytes or self.minimum_peak_bytes + excess)
+        """Returns the report with the results of code generation."""
+        minimum = self.minimum_peak_bytes + self.code_headroom_bytes
+        if peak_bytes is not None:
+            minimum = peak_bytes if self.predicted_peak_bytes <= self.minimum_peak_bytes else min(minimum, peak_bytes)
         return dataclasses.replace(
             self, compiled_peak_bytes=peak_bytes, minimum_peak_bytes=minimum, replans=replans,
             room_left_because=room_left_because,

@@ -41,13 +41,15 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", plus {format_bytes(report.code_headroom_bytes)} of code headroom" if report.code_headroom_bytes else ""
     least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
+    is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
+    at_most, unsearched = ("", "") if is_least else ("at most ", "; less was not searched for")
     rows = [
         ("budget", _budget_text(report)),
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of the baseline){reserved}"),
         *_reference(report),
         ("baseline", f"{format_bytes(report.baseline_peak_bytes)}, without recomputation"),
-        ("minimum peak found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (proven lower "
-                           f"bound {format_bytes(report.lower_bound_bytes)})"),
+        ("minimum peak found", f"{at_most}{format_bytes(report.minimum_peak_bytes)}{least_reserve} (proven lower "
+                           f"bound {format_bytes(report.lower_bound_bytes)}{unsearched})"),
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),

@@ -44,8 +44,15 @@ class Preview:
     context: PlanningContext
 
     def report(self) -> Report:
-        """Returns the report of the plan. Raises ``BudgetInfeasible`` as the backend does."""
-        return plan_graph(self.priced, self.context).report
+        """Returns the report of the plan, with the least peak found. Raises ``BudgetInfeasible`` as the backend does."""
+        planned = plan_graph(self.priced, self.context)
+        report, planner = planned.report, planned.planner
+        known = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
+        if planner is None or known or report.max_slowdown is not None:
+            return report
+        planner.restart()
+        least = min(planner.lowest.peak_bytes, report.minimum_peak_bytes)
+        return replace(report, minimum_peak_bytes=least, minimum_is_searched=True)
 
     def report_and_doubt(self) -> tuple[Report, bool]:
         """Returns the report, and True if only generated code can tell that the budget suffices.

@@ -37,6 +37,10 @@ class TwoPlans:
     def smallest(self) -> Plan:
         return baselines.save_cuts(self.graph)
 
+    @property
+    def lowest(self) -> Plan:
+        return self.smallest
+
     def find(self, budget_bytes: int | None, accepts: Accepts | None = None) -> PlanningResult:
         plan = self.choose(budget_bytes, accepts=accepts)
         return PlanningResult(plan, self.baseline, self.smallest, 0, 0.0, 2, False)

@@ -138,7 +138,7 @@ def test_the_reference_of_a_share_counts_the_copies_that_inductor_saves(monkeypa
     """Inductor's own code shows the reference; the simulation of torch's partition comes close."""
     known = explained(memory_budget=1.0)
     assert known.reference_source == reference.CODE
-    monkeypatch.setattr(compile_loop, "plain_code_peak", lambda *_: None)
+    monkeypatch.setattr(compile_loop, "reference_by_code", lambda *_: None)
     simulated = explained(memory_budget=1.0)
     assert simulated.reference_source == reference.TORCH
     assert simulated.reference_bytes == pytest.approx(known.reference_bytes, rel=0.1)

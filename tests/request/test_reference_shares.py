@@ -6,26 +6,22 @@ import dataclasses
 import math
 import re
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning
-from autoremat.compiler import reference
-from autoremat.compiler.headroom import headroom_of
+from autoremat.compiler import plain_code, reference
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.peers import Members
-from autoremat.compiler.planning import EarlierSearches, plan_graph
-from autoremat.options.options import Options
-from autoremat.planner.graph.graph import Graph
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
-from autoremat.tools.explain import previews
-from autoremat.torch_private import compilers
 
 
 class Gelu(nn.Module):
@@ -41,16 +37,6 @@ class Gelu(nn.Module):
         return x.square().mean()
 
 
-@dataclasses.dataclass
-class SmallPlan:
-    """A plan of torch's that needs nothing."""
-
-    graph: Graph
-    peak_bytes: int = 0
-    saved_bytes: int = 0
-    saved: tuple[int, ...] = ()
-
-
 EAGER = {"compiler": "aot_eager"}
 INPUT = (torch.randn(512, 64),)
 
@@ -59,15 +45,11 @@ def explained(budget: float | int, **options: object) -> Report:
     return autoremat.explain(Gelu(), *INPUT, options={"memory_budget": budget, "cost_model": "roofline", **options})
 
 
-def test_a_share_is_one_of_torchs_own_partition():
-    def look(preview):
-        headroom = headroom_of(preview.priced, preview.context)
-        return preview.priced.torchs_plan().peak_bytes + headroom, preview.report()
-
-    options = Options.parse({"memory_budget": 0.7, "cost_model": "roofline"}, None, compilers.inductor_config_names)
-    ((theirs, report),), _ = previews(Gelu(), INPUT, {}, options, None, look)
-    assert report.reference_bytes == theirs < report.baseline_peak_bytes
-    assert (report.budget_share, report.budget_bytes) == (0.7, math.floor(0.7 * theirs))
+def test_a_share_is_one_of_the_code_that_inductor_generates_alone():
+    report = explained(0.7)
+    assert report.reference_source == reference.CODE
+    assert report.reference_bytes < report.baseline_peak_bytes
+    assert (report.budget_share, report.budget_bytes) == (0.7, math.floor(0.7 * report.reference_bytes))
     assert report.predicted_peak_bytes + report.code_headroom_bytes <= report.budget_bytes
 
 
@@ -75,51 +57,108 @@ def test_the_report_says_what_the_share_is_one_of():
     report = explained(0.8)
     text = " ".join(str(report).split())
     assert "the share of 0.8 of the reference peak" in text
-    assert "that of torch's own partition" in text
+    assert "that of the code that Inductor generates alone" in text
     assert Report.from_json(report.to_json()).reference_bytes == report.reference_bytes
     assert explained(report.budget_bytes).reference_bytes is None
 
 
-def test_nothing_is_recomputed_without_us_in_eager_code():
-    report = autoremat.explain(Gelu(), *INPUT, options=EAGER | {"memory_budget": 0.7})
-    assert report.reference_source == reference.BASELINE
-    assert report.reference_bytes == report.baseline_peak_bytes
+class Tied(nn.Module):
+    """A projection that shares its weight with the embedding. Inductor keeps the gradient of the logits until the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(500, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(F.gelu(self.up(self.embedding(tokens))))
+        return F.cross_entropy(hidden @ self.embedding.weight.T, tokens)
 
 
-def test_a_stand_in_takes_the_place_of_torchs_partition(monkeypatch):
-    """Torch's partitioner takes long on graphs of many ops, and the simulator cannot follow every partition."""
+def regions(layer: Callable[[], nn.Module]) -> nn.Module:
+    """Returns layers in checkpointed regions."""
+
+    class Regions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layer() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for one in self.layers:
+                x = checkpoint(one, x, use_reentrant=False)
+            return x.square().mean()
+
+    return Regions()
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+
+STEPS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "gelu": lambda: (Gelu(), *INPUT),
+    "tied": lambda: (Tied(), torch.randint(500, (512,))),
+    "regions": lambda: (regions(block), torch.randn(512, 64)),
+    "batch norm in regions": lambda: (regions(normalized), torch.randn(8, 8, 16, 16)),
+}
+
+
+def measured_alone(step: str, backend: str) -> tuple[int, nn.Module, torch.Tensor]:
+    """Returns the measured peak of a step without this package, and the step."""
+    model, x = STEPS[step]()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with autoremat.track_peak("cpu") as peak:
+            compiled(x).backward()
+    return peak.bytes, model, x
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_reference_of_uncompiled_code_is_what_aot_eager_needs(step):
+    """Torch's partition recomputes checkpointed regions there too."""
+    alone, model, x = measured_alone(step, "aot_eager")
+    report = autoremat.explain(model, x, options=EAGER | {"memory_budget": 1.0})
+    assert report.reference_source in (reference.TORCH, reference.SMALLEST)
+    assert report.reference_bytes == pytest.approx(alone, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_the_reference_is_what_plain_inductor_needs(step):
+    alone, model, x = measured_alone(step, "inductor")
+    report = autoremat.explain(model, x, options={"memory_budget": 0.95, "cost_model": "roofline"})
+    assert report.reference_source == reference.CODE
+    assert report.reference_bytes - report.code_headroom_bytes == pytest.approx(alone, rel=0.01)
+
+
+def test_a_reference_that_is_no_code_warns(monkeypatch):
+    """Inductor may fail, and the simulator cannot follow every partition of torch's."""
+    alone = explained(0.95)
+    plain_code._known.clear()
+    monkeypatch.setattr(plain_code.compilers, "compile_with_inductor", lambda *_: 1 / 0)
+    with pytest.warns(BudgetWarning, match="share of a simulated peak"):
+        simulated = explained(0.95)
+    assert simulated.reference_source == reference.TORCH
+    assert simulated.reference_bytes == pytest.approx(alone.reference_bytes, rel=0.1)
     monkeypatch.setattr(PricedGraph, "torchs_plan", lambda _: None)
-    unknown = explained(0.8)
-    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda _: pytest.fail("torch was asked"))
-    monkeypatch.setattr(reference, "MOST_OPS", 10)
-    report = explained(0.8)
-    assert report.reference_source == unknown.reference_source == reference.STAND_IN
-    assert report.reference_bytes == unknown.reference_bytes < report.baseline_peak_bytes
+    with pytest.warns(BudgetWarning, match="step without recomputation"):
+        assert explained(0.95).reference_source == reference.BASELINE
+    plain_code._known.clear()
 
 
-@pytest.mark.parametrize("options", [{}, {"save": ["aten.*"]}], ids=["free", "constrained"])
-def test_the_whole_reference_is_always_feasible(monkeypatch, options):
-    """Also where torch's own partition needs less than any plan that is found, as under constraints."""
-    if not options:
-        monkeypatch.setattr(PricedGraph, "torchs_plan", lambda priced: SmallPlan(priced.graph))
-    report = explained(1.0, **options)
+def test_the_whole_reference_is_always_feasible():
+    """Also where constraints demand more."""
+    report = explained(1.0, save=["aten.*"])
     assert report.reference_source == reference.SMALLEST
     assert report.predicted_peak_bytes + report.code_headroom_bytes <= report.budget_bytes == report.reference_bytes
     assert report.fits
 
 
-def test_torch_is_asked_once_for_all_attempts(monkeypatch):
-    torchs, asked = PricedGraph.torchs_plan, []
-    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda priced: asked.append(1) or torchs(priced))
-
-    def look(preview):
-        earlier = EarlierSearches()
-        return [plan_graph(preview.priced, preview.context, earlier).report for _ in range(2)]
-
-    options = Options.parse({"memory_budget": 0.7, "cost_model": "roofline"}, None, compilers.inductor_config_names)
-    ((first, second),), _ = previews(Gelu(), INPUT, {}, options, None, look)
-    assert len(asked) == 1
-    assert first.reference_bytes == second.reference_bytes
+def test_code_for_the_reference_is_generated_once_for_all_shares(monkeypatch):
+    plain_code._known.clear()
+    first = explained(0.9)
+    monkeypatch.setattr(plain_code.compilers, "compile_with_inductor", lambda *_: pytest.fail("generated again"))
+    assert explained(0.8).reference_bytes == first.reference_bytes
 
 
 def test_a_step_has_a_reference_of_its_own():

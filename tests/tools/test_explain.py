@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, CaptureError, ConstraintWarning, OptionsError
 from autoremat.planner.cost import device_memory
+from autoremat.planner.search.pareto_front import OURS
 from autoremat.report.decisions import Decision, Reason
 from autoremat.report.report import Report
+from autoremat.report.text_tables import figures
 from autoremat.tools.cuda_attention import attention_on_cuda
 
 MIB = 1 << 20
@@ -79,6 +81,29 @@ def test_under_inductor_it_is_the_plan_that_is_compiled_first():
     assert explained.minimum_peak_bytes <= compiled.minimum_peak_bytes
     assert compiled.replans == 0, "its code keeps to this budget, so that the first plan is the plan of the report"
     assert same_plan(explained, compiled)
+
+
+def test_the_minimum_is_the_least_that_a_search_finds():
+    """A compilation searches for it only if its budget demands that, and says so elsewhere."""
+    x, layers = torch.randn(256, 64), [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    model = nn.Sequential(*layers)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    with pytest.raises(BudgetInfeasible) as refused:
+        autoremat.explain(loss, x, options=EAGER | {"memory_budget": "1KiB"}, advice=False)
+    least = refused.value.minimum_bytes
+    explained = autoremat.explain(loss, x, options=EAGER | {"memory_budget": "1GiB"})
+    assert explained.minimum_peak_bytes == least
+    assert "at most" not in dict(figures(explained))["minimum peak found"]
+    front = autoremat.pareto(loss, x, points=3, options=EAGER)
+    assert min(point.peak_bytes for point in front if point.family == OURS) == least
+    torch.compile(loss, backend="autoremat", options=EAGER | {"memory_budget": "1GiB"})(x).backward()
+    compiled = autoremat.reports()[-1]
+    assert compiled.minimum_peak_bytes >= least
+    is_least = compiled.minimum_is_searched or compiled.minimum_peak_bytes <= compiled.lower_bound_bytes
+    assert dict(figures(compiled))["minimum peak found"].startswith("at most") != is_least
 
 
 @pytest.mark.slow

@@ -60,6 +60,11 @@ class BoundForms:
         return self.completed(self.planner.smallest)
 
     @property
+    def lowest(self) -> Plan:
+        """The plan of the least peak that a search for it finds."""
+        return min(self.completed(self.planner.lowest), self.smallest, key=lambda plan: plan.peak_bytes)
+
+    @property
     def ended_by_clock(self) -> bool:
         """True if the clock has ended a search."""
         return self.planner.ended_by_clock

@@ -105,7 +105,8 @@ def our_points(graph: Graph, points: int, time_limit: float, host_bytes: int | N
     ``time_limit`` is the number of seconds for each budget. ``host_bytes`` bounds the bytes of stays on the host.
     """
     planner = Planner(graph, time_limit * points, host_bytes=host_bytes)
-    smallest = planner.find(None).smallest
+    smallest = planner.lowest
+    planner.restart()
     for budget in levels(smallest.peak_bytes, planner.baseline.peak_bytes, points):
         planning = planner.find(budget)
         plan = planning.plan or smallest

@@ -29,7 +29,12 @@ class PlanSource(Protocol):
 
     @property
     def smallest(self) -> Plan:
-        """The plan of the minimum peak found, the same for every budget."""
+        """The plan of the minimum peak found, the same for every budget, without a search for the least peak."""
+        ...
+
+    @property
+    def lowest(self) -> Plan:
+        """The plan of the least peak that a search for it finds."""
         ...
 
     @property

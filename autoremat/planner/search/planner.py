@@ -104,16 +104,17 @@ class Planner:
         lower peak is not searched for then: what is accepted need not fall with the peak.
         """
         best = self.choose(budget_bytes, accepts=accepts)
-        search, smallest = self.search, self.search.smallest
+        search, smallest, is_searched = self.search, self.search.smallest, False
         if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
             smallest = search.lowest_for(budget_bytes)
+            is_searched = smallest.peak_bytes > budget_bytes
         seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes, best)
         if best is not None and budget_bytes is not None and accepts is None:
             best = self._recreated(best, budget_bytes, seconds)
             seconds = min(seconds, best.cost_seconds)
         best = None if best is None else self._as_run(best, budget_bytes, accepts)
         ends = (search.is_limited, self.ended_by_clock)
-        return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends)
+        return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends, is_searched)
 
     def _recreated(self, plan: Plan, budget: int, least_seconds: float) -> Plan:
         """Returns ``plan``, improved by ruin and recreate on its schedule if it costs much more than ``least_seconds``."""

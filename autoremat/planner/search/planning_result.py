@@ -29,6 +29,8 @@ class PlanningResult:
     """True if the time limit, as an amount of work, ended the search."""
     ended_by_clock: bool = False
     """True if the clock ended it earlier, or ended one that it builds on: another search may find another plan."""
+    least_is_searched: bool = False
+    """True if ``smallest`` is the result of a search for the least peak, which only budgets below other plans need."""
 
     def within_gap(self, plan: Plan, good_gap: float) -> bool:
         """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
