@@ -13,6 +13,7 @@ from autoremat.passes.ignore_running_averages import ignore_running_averages
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
 from autoremat.passes.inductor_workarounds.channels_last import state_channels_last
 from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
+from autoremat.passes.inductor_workarounds.keep_compared import keep_compared as keep_compared
 from autoremat.passes.inductor_workarounds.layout_copies import is_layout_copy as is_layout_copy
 from autoremat.passes.inductor_workarounds.layout_copies import state_layout_copies as state_layout_copies
 from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
@@ -35,7 +36,7 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
     """
     passes: list[Pass] = [forward_region_operands, ignore_running_averages]
     if runs_on is not None:
-        passes.append(accumulate_into_first)
+        passes += [accumulate_into_first, keep_compared]
     if runs_on is not None and compilers.lays_channels_last(runs_on):
         passes.append(state_layout_copies)
     # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer

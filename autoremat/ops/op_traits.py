@@ -149,7 +149,7 @@ def traits_of(node: fx.Node) -> Trait:
         return traits | Trait.OPAQUE
     if not isinstance(target, torch._ops.OpOverload):
         return traits
-    traits |= traits_of_op(target) | (Trait.DISCONTINUOUS if chooses(node) else Trait.NONE)
+    traits |= traits_of_op(target) | (Trait.DISCONTINUOUS if chooses(node) or COMPARED in node.meta else Trait.NONE)
     return traits if is_random(node) else traits & ~Trait.RANDOM
 
 
@@ -192,6 +192,9 @@ def stays_in_kernel(node: fx.Node) -> bool:
 
 MATERIALIZED = "inductor_realize_to_strides"
 """Key of a node's metadata that makes Inductor materialize its result with the traced strides."""
+
+COMPARED = "autoremat_compared"
+"""Key of a node's metadata for a value that is compared with a number chosen from it."""
 
 
 def inlining_of(node: fx.Node, device_type: str) -> Inlining:

@@ -76,7 +76,7 @@ WHY: dict[Reason, str] = {
     Reason.EFFECT: "its op has an effect",
     Reason.OPAQUE: "custom or higher-order op that nobody declares pure",
     Reason.READS_MUTATED_INPUT: "its op reads an input that is overwritten later",
-    Reason.CHOICE: "selection op: code that rounds differently could select other elements",
+    Reason.CHOICE: "a selection hangs on its last bits: code that rounds differently could select other elements",
     Reason.DATA_DEPENDENT: "the data decide the size of the result, and other code could decide differently",
     Reason.FORWARD_OUTPUT: "returned by the forward, so the caller holds it",
     Reason.START: "recomputation starts from it",

@@ -22,6 +22,7 @@ from ortools.graph.python import max_flow
 from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported
+from autoremat.ops.op_traits import COMPARED
 from autoremat.passes.rows.row_partition import Region, Rows, has_dynamic_sizes, row_dimensions, shape_of
 from autoremat.passes.rows.row_rules import step_of
 from autoremat.passes.rows.run_by_parts import IN_BACKWARD, stages_of
@@ -65,7 +66,7 @@ def _row_by_row(graph: fx.Graph, count: int, excluded: set[fx.Node]) -> Region:
     """Returns all nodes that can run on parts of ``count`` rows, but those that are excluded."""
     region = Region(count)
     for node in graph.nodes:
-        if node.op == "call_function" and node not in excluded:
+        if node.op == "call_function" and node not in excluded and COMPARED not in node.meta:  # a tile would run it again
             try:
                 region.steps[node] = step_of(node, region, _lead(node, count))
             except ChunkingUnsupported:

@@ -25,8 +25,8 @@ class Trait(enum.Flag):
     READS_MUTATED_INPUT = enum.auto()
     """The op reads an input that the forward later overwrites. A second execution would read the new contents."""
     DISCONTINUOUS = enum.auto()
-    """The op selects among floating-point numbers, such as the experts of a token. Recomputed by other code, whose last bits
-    differ, it might select others."""
+    """The op selects among floating-point numbers, such as the experts of a token, or its result is compared with numbers that
+    were selected from it. Recomputed by other code, whose last bits differ, others might be selected."""
     DATA_DEPENDENT = enum.auto()
     """Sizes or numbers follow from the contents of an input. Recomputed by other code, they might differ from those that the
     rest of the step uses."""
