@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from types import CodeType
 
+import torch
 from torch import fx
 
 from autoremat.basics.checks import options_of, underscored
@@ -39,8 +40,10 @@ COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 BACKENDS = ("autoremat.compiler.dynamo_backend", "autoremat.step_profile.blocks")
 """The modules of the backends whose budgets hold for functions of the user."""
 
+RNN = dynamo.WITHOUT_RNN
+
 REMEDIES = {
-    dynamo.WITHOUT_RNN: "torch._dynamo.config.allow_rnn = True lets Dynamo trace it, but at an nn.LSTM on a CPU torch may fail",
+    RNN: "torch._dynamo.config.allow_rnn = True lets Dynamo trace it, but at an nn.LSTM on a CPU torch may fail",
     "generator": "Compile a function that the generator calls",
     frames.MODE: "Run the first steps outside of that mode: count FLOPs, or watch ops, in a later step",
     frames.LISTED: "Pass a module with a forward of its own, which calls torch's modules, to torch.compile",
@@ -161,6 +164,19 @@ def _is_told_of(given: GivenUp, reason: str) -> bool:
     if reason.startswith(frames.LIMIT) or not any(code in _told for code in frames.calling()):
         return False
     return not given.line or given.line in _told.values() or given.code.co_name in COMPREHENSIONS
+
+
+def warn_of_rnn(gm: fx.GraphModule, budget: object) -> None:
+    """Warns of an RNN beside the graph ``gm``, if Dynamo broke the function there instead of giving it up."""
+    reason = dynamo.graph_break_around(gm) or frames.reasons.behind()
+    found = frames.frame_in_work() if dynamo.WITHOUT_RNN in reason and budget is not None else None
+    if found is None or not torch.is_grad_enabled():
+        return
+    code, compiler = found
+    asked, function = _asked(compiler), frames.function_of(code)
+    if asked and function not in map(frames.function_of, _told):
+        text = f"{asked} does not hold for an RNN in {_where(code)}, which runs uncompiled: {dynamo.in_few_words(reason)}"
+        _warn_once(code, f"{text}. {REMEDIES[RNN]}")
 
 
 def _asked(compiler: Compiler) -> str:

@@ -28,7 +28,7 @@ from autoremat.capture.capture import may_train
 from autoremat.capture.communication import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.absent_backward import warn_without_backward
-from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, what_dynamo_said
+from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, warn_of_rnn, what_dynamo_said
 from autoremat.compiler.compile_loop import compile_graph, compile_uncompiled
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.dynamic_shapes import Sizes, sizes_to_plan_for
@@ -98,6 +98,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
     interceptor = active_interceptor()
     if interceptor is None:
         warn_without_backward(gm, inputs, options, is_explicit)
+        warn_of_rnn(gm, options.memory_budget)
     if not may_train(gm, inputs):
         if options.compiler == "aot_eager":
             return compilers.compile_uncompiled(gm, inputs, joint_graphs.partition_as_torch_does)

@@ -162,7 +162,7 @@ def when_given_up(listener: Callable[[GivenUp], None]) -> None:
 
     # Dynamo swallows the error after this function has put it into words, outside of all its locks.
     words = names.resolve("torch._dynamo.convert_frame:format_error_msg")
-    if getattr(words, "listener", None) is listener:
+    if vars(words).get("listener") is listener:
         return
 
     def telling(error: BaseException, code: CodeType, record_filename: Any = None, frame: Any = None) -> Any:

@@ -249,6 +249,8 @@ NAMES = (
     ),
     PrivateName("torch._dynamo.convert_frame:_compile(code)", "frames that Dynamo gives up"),
     PrivateName("torch._dynamo.convert_frame:_compile(compiler_fn)", "frames that Dynamo gives up"),
+    PrivateName("torch._dynamo.exc:Unsupported", "frames that Dynamo gives up"),
+    PrivateName("torch._dynamo.exc:UserError", "frames that Dynamo gives up"),
     PrivateName("torch._dynamo.exc!real_stack", "frames that Dynamo gives up"),
     PrivateName("torch:_TorchCompileWrapper.compiler_fn", "frames that Dynamo gives up"),
     PrivateName("torch:_TorchCompileWrapper.kwargs", "frames that Dynamo gives up"),

@@ -17,7 +17,7 @@ import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, CaptureError, StepProfileError
 from autoremat.compiler import breaks, dynamo_backend
 from autoremat.report import registry
-from autoremat.torch_private import frames
+from autoremat.torch_private import dynamo, frames
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's look at inputs
 
@@ -103,6 +103,15 @@ def test_an_rnn_that_dynamo_leaves_alone_is_told_of_once(left_whole, nothing_yet
             autoremat.reports()[-1]
     else:
         assert [r.recomputed_ops for r in autoremat.reports()] == [0, 0]
+
+
+def test_an_rnn_at_which_dynamo_breaks_a_function_is_told_of_once(nothing_yet, monkeypatch):
+    monkeypatch.setattr(dynamo, "WITHOUT_RNN", "graph_break")  # as torch 2.15 does at an RNN
+    loss, x = in_two_graphs()
+    step = torch.compile(loss, backend="autoremat", options={**OPTIONS, "memory_budget": "1GiB"})
+    with pytest.warns(BudgetWarning, match="does not hold for an RNN in `loss`.*allow_rnn") as caught:
+        step(x).backward()
+    assert len(caught) == 1
 
 
 def test_explain_and_survey_name_what_dynamo_does_not_trace(left_whole):
