@@ -42,7 +42,7 @@ def _reason(gm: fx.GraphModule, is_meant_to_train: bool) -> str:
     if dynamo.computes_gradients(gm):
         return (
             "it computes gradients itself, by torch.func.grad, vjp or torch.autograd.grad, so torch hands over forward and "
-            "backward as one graph, which keeps what it needs. Return a loss, of gradients if it must, and call backward() on it"
+            "backward as one graph, which keeps what it needs. Return a loss, of gradients or not, and call backward() on it"
         )
     is_part = bool(frames.reasons.behind()) or dynamo.graph_break_around(gm) is not None or split_graphs.is_split()
     if not torch.is_grad_enabled() or is_part or not is_meant_to_train:
