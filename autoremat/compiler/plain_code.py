@@ -149,5 +149,7 @@ class _AsTorchDoes:
 def _storage_of(node: fx.Node) -> tuple[int, int]:
     """Returns the identity and the bytes of the storage of a node's result; those of an empty one for other results."""
     tensor = node.meta.get("val")
-    key = tensor_identity.storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
+    if not isinstance(tensor, torch.Tensor):
+        return 0, 0
+    key = tensor_identity.storage_key(tensor)
     return (0, 0) if key is None else (key, size_hint(tensor.untyped_storage().nbytes()))

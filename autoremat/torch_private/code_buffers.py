@@ -54,10 +54,11 @@ def _strides(buffer: Any) -> tuple[object, ...]:
     return () if layout is None else tuple(step for size, step in zip(layout.size, layout.stride, strict=True) if size != 1)
 
 
-def received(lowering: Any, known: ReplayContext, source: str) -> tuple[dict[str, int], set[str]]:
+def received(lowering: Any, known: ReplayContext, source: str = "") -> tuple[dict[str, int], set[str]]:
     """Returns the bytes of the tensors that a backward receives, by name, and the names of those that it cannot free.
 
-    A forward receives none that count. Of tensors that share memory, the one that the code in ``source`` frees last has it.
+    A forward receives none that count. Of tensors that share memory, the one that the code in ``source`` frees
+    last has it.
     """
     if not lowering.is_backward:
         return {}, set()
