@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from types import FrameType
+from types import CodeType, FrameType
 
 BETWEEN = ("autoremat", "torch", "contextlib", "functools")
 """Top-level modules whose frames lie between the user's line and a warning. Generated code has no module."""
@@ -21,6 +21,11 @@ def warn_user(message: str, category: type[Warning]) -> None:
         message, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"),
         names.setdefault("__warningregistry__", {}),
     )  # fmt: skip
+
+
+def warn_at(code: CodeType, message: str, category: type[Warning]) -> None:
+    """Emits a warning that points at a function of the user, whatever calls it."""
+    warnings.warn_explicit(message, category, code.co_filename, code.co_firstlineno)
 
 
 def _users_frame(innermost: FrameType) -> FrameType:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 import weakref
 from collections import Counter
 from types import CodeType
@@ -17,6 +16,7 @@ from torch import fx
 
 from autoremat.basics.checks import options_of, underscored
 from autoremat.basics.errors import BudgetWarning, unwrapped
+from autoremat.basics.warn import warn_at
 from autoremat.compiler.interception import active_interceptor
 from autoremat.options.options import Options
 from autoremat.report.text_tables import short_source
@@ -203,4 +203,4 @@ def _warn_once(code: CodeType, text: str, line: str = "") -> None:
     """Warns at the function itself, whatever calls it."""
     if code not in _told:
         _told[code] = line
-        warnings.warn_explicit(text, BudgetWarning, code.co_filename, code.co_firstlineno)
+        warn_at(code, text, BudgetWarning)

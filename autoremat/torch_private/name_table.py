@@ -78,6 +78,7 @@ NAMES = (
     PrivateName("torch._inductor.exc:InvalidCxxCompiler", "errors about a missing C++ compiler"),
     PrivateName("torch._inductor.config:_config", "settings"),
     PrivateName("torch._inductor.config:allow_buffer_reuse", "settings"),
+    PrivateName("torch._inductor.config:fallback_random", "settings"),
     PrivateName("torch._inductor.codegen.wrapper:AllocateLine", "reuse of buffers"),
     PrivateName("torch._inductor.codegen.wrapper:AllocateLine.should_reuse_buffer", "reuse of buffers", "self, line, size"),
     PrivateName("torch._inductor.codegen.wrapper:FreeIfNotReusedLine", "reuse of buffers"),

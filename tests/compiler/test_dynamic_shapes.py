@@ -211,5 +211,7 @@ def test_nested_tensors_are_refused_a_budget_in_bytes():
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Give a share"):
         torch.compile(loss, backend="autoremat", options={"memory_budget": "1MiB", "compiler": "aot_eager"})(rows)
     torch._dynamo.reset()
-    torch.compile(loss, backend="autoremat", options={"memory_budget": 0.9, "compiler": "aot_eager"})(rows).backward()
+    shared = torch.compile(loss, backend="autoremat", options={"memory_budget": 0.9, "compiler": "aot_eager"})
+    with pytest.warns(autoremat.BudgetWarning, match="memory_budget=0.9 does not hold in `loss`"):
+        shared(rows).backward()  # torch itself cannot trace this backward
     assert weight.grad is not None

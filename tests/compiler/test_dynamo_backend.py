@@ -195,7 +195,7 @@ def test_batch_norm_statistics_are_updated_once(new_reports):
     ours, eager = build(), build()
     compiled = compile_(lambda x: ours(x).square().mean())
     for step in range(3):
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
         compiled(x).backward()
         eager(x).square().mean().backward()
     assert new_reports()[0].recomputed_ops > 0

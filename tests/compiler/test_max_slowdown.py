@@ -183,7 +183,7 @@ def test_beside_a_budget_of_memory_it_bounds_the_time():
     assert both.predicted_peak_bytes == alone.predicted_peak_bytes
     assert both.binding_budget == "memory_budget"
     assert "memory_budget binds" in str(both)
-    idle = explained(memory_budget=1.0, max_slowdown=0.5)
+    idle = explained(memory_budget="1GiB", max_slowdown=0.5)
     assert idle.binding_budget == ""
     assert "neither budget binds" in str(idle)
 

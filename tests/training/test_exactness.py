@@ -109,7 +109,7 @@ def test_measured_peak_of_every_kind_of_step_is_within_the_budget(start):
 def check_peak(program: Program, share: float) -> None:
     """The measured peak is within the budget; if that is infeasible, within the least that was said to be feasible."""
     _, report, model, compiled = planned(program, share)
-    assert report.budget_bytes == math.floor(share * report.baseline_peak_bytes + 1e-6)
+    assert report.budget_bytes == math.floor(share * report.reference_bytes + 1e-6)
     measured = measured_step(compiled, model, fresh_inputs())
     assert measured <= (report.budget_bytes if report.fits else report.minimum_peak_bytes), report.summary()
     assert report.fits == (report.minimum_peak_bytes <= report.budget_bytes)

@@ -42,7 +42,7 @@ class Blocks(nn.Module):
 
 def test_d10_checkpoint_regions_hold_whatever_the_budget():
     model, x = Blocks(1), torch.randn(64, 32)
-    for budget in (None, 0.9):
+    for budget in (None, 0.97):
         seen, compiled = planned(model, x, memory_budget=budget)
         assert sum(target == "aten.gelu.default" for _, target in seen.recomputed()) == 3
         assert not differences(train_step(compiled, model, (x,)), train_step(reference(model), model, (x,)))
