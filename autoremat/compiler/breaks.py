@@ -29,6 +29,8 @@ SHOWN = 3
 
 BROKEN = "Dynamo broke the function"
 
+IN_TRANSFORM = "Dynamo compiles nothing inside of a transform of torch.func"
+
 BETWEEN_GRAPHS = "the memory of code between graphs is not counted"
 
 OUTSIDE_OF_GRAPHS = (
@@ -109,12 +111,12 @@ def _before_a_frame(*_: object) -> None:
     found = frames.frame_in_work() if dynamo.runs_in_transform() else None
     if found is not None:
         code, compiler = found
-        asked = _asked(compiler)
-        if asked:
+        frames.reasons.note(code, IN_TRANSFORM)
+        if asked := _asked(compiler):
             _warn_once(
                 code,
-                f"{asked} does not hold in {_where(code)}: Dynamo compiles nothing inside of a transform of torch.func, as in "
-                "torch.func.grad(compiled). Compile a function that returns its loss, and call backward() on that",
+                f"{asked} does not hold in {_where(code)}: {IN_TRANSFORM}, as in torch.func.grad(compiled). Compile a function "
+                "that returns its loss, and call backward() on that",
             )
 
 
@@ -135,6 +137,7 @@ def _gave_up(given: GivenUp) -> None:
     reason = dynamo.in_few_words(full)
     place = f", at {short_source(given.line)}" if given.line else ""
     is_listed = frames.LISTED in full
+    reason = "no function of the user that Dynamo compiles calls this module of torch" if is_listed else reason
     if (frames.is_library(given.code.co_filename) and not is_listed) or given.code.co_name == "<genexpr>":
         return
     frames.reasons.note(given.code, f"{reason}{place}")
@@ -154,7 +157,7 @@ def _gave_up(given: GivenUp) -> None:
         remedy = next(known, REMEDY) if given.is_refused else SUPPRESSED
         text = (
             f"{asked} does not hold in {_where(given.code)}, which Dynamo leaves uncompiled: {reason}{place}. "
-            f"{OUTSIDE_OF_GRAPHS}. {remedy}"
+            f"{remedy if is_listed else f'{OUTSIDE_OF_GRAPHS}. {remedy}'}"
         )
     _warn_once(given.code, text, given.line)
 

@@ -78,12 +78,15 @@ def reports() -> Reports:
 def why_no_reports() -> str:
     """Returns the known reasons for an empty list of reports."""
     lines = ["no graph with a backward was compiled by autoremat in this process."]
+    said = list(filter(None, (explanation() for explanation in _explanations)))
     if _graphs_seen:
         lines.append(
             f"The backend was handed {_graphs_seen} graph{'s' if _graphs_seen > 1 else ''} without a backward: gradient mode "
             "was off, or no parameter or input requires a gradient, or nothing was returned that depends on one, or the "
             "function computes gradients itself, as by torch.func.grad."
         )
+    elif said:
+        lines.append("The backend was handed no graph.")
     else:
         lines.append(
             "The backend was handed no graph. Was a function compiled by it called? Some functions Dynamo leaves alone: those "
@@ -91,4 +94,4 @@ def why_no_reports() -> str:
             "the forward of an nn.Sequential inside of DistributedDataParallel: give that a forward of your own. Nothing is "
             "compiled inside of a transform of torch.func, as in torch.func.grad(compiled)."
         )
-    return "\n".join(filter(None, [*lines, *(explanation() for explanation in _explanations)]))
+    return "\n".join([*lines, *said])
