@@ -43,7 +43,8 @@ def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config
 
 def backward_node(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> Node | None:
     """Returns the autograd node of the compiled graph that computed ``outputs`` from ``inputs``; None without a backward."""
-    earlier = {node for level in _levels(inputs) for node in level}  # outputs may be views of other graphs' results
+    others = [one for one in inputs if type(one) is not torch.nn.Parameter]  # these have no node, and are many
+    earlier = {node for level in _levels(others) for node in level}  # outputs may be views of other graphs' results
     for level in _levels(outputs):
         for node in level:
             if COMPILED_NODE in node.name() and node not in earlier:

@@ -62,15 +62,12 @@ def measured(step: Step, budget: float | int | str, plain: int = 0) -> tuple[int
     limit = autoremat.reports()[-1].budget_bytes
     assert limit is not None
     said = [str(one.message) for one in caught if issubclass(one.category, BudgetWarning)]
-    print(
-        f"{step.__name__:15} {budget!s:7} plain {plain} measured {peak.bytes:9,} of {limit:9,} {peak.bytes / limit:5.2f} {said}"
-    )
     return peak.bytes, said, limit
 
 
 def named(message: str) -> int:
     """The bytes that a warning says are needed."""
-    found = re.search(r"(?:needs (?:up to )?|that is |so far )([\d.]+ [KM]iB)", message)
+    found = re.search(r"(?:needs |that is |so far )(?:up to )?([\d.]+ [KM]iB)", message)
     assert found is not None, message
     return text_to_bytes(found[1].replace(" ", ""), "bytes", "")
 
