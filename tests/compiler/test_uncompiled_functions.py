@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import warnings
 import weakref
@@ -48,12 +49,9 @@ def inputs(rows: int = ROWS) -> torch.Tensor:
 
 
 def cells() -> list[object]:
-    found = []
-    for kind in KINDS:
-        for place in PLACES:
-            slow = [pytest.mark.slow] if kind == "while_loop" or place != "middle" else []
-            found.append(pytest.param(kind, place, marks=slow, id=f"{kind}, {place}"))
-    return found
+    """Each kind at one of the places in turn."""
+    turns = zip(KINDS, itertools.cycle(PLACES), strict=False)
+    return [pytest.param(*cell, marks=[pytest.mark.slow] * (cell[0] == "while_loop"), id=", ".join(cell)) for cell in turns]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, on what these steps do
