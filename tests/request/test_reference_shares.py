@@ -98,7 +98,7 @@ STEPS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "gelu": lambda: (Gelu(), *INPUT),
     "tied": lambda: (Tied(), torch.randint(500, (512,))),
     "regions": lambda: (regions(block), torch.randn(512, 64)),
-    "batch norm in regions": lambda: (regions(normalized), torch.randn(8, 8, 16, 16)),
+    "batch norm in regions": lambda: (regions(normalized), torch.randn(32, 8, 32, 32)),
 }
 
 
@@ -128,7 +128,7 @@ def test_the_reference_is_what_plain_inductor_needs(step):
     alone, model, x = measured_alone(step, "inductor")
     report = autoremat.explain(model, x, options={"memory_budget": 0.95, "cost_model": "roofline"})
     assert report.reference_source == reference.CODE
-    assert report.reference_bytes - report.code_headroom_bytes == pytest.approx(alone, rel=0.01)
+    assert report.reference_bytes - report.code_headroom_bytes == pytest.approx(alone, rel=0.03)
 
 
 def test_a_reference_that_is_no_code_warns(monkeypatch):
