@@ -173,11 +173,11 @@ class Members:
         }
 
         def decide(parts: Parts) -> dict[str, Any]:
+            bounds = _least_budget(parts) | _least_host(parts)
             _compare_options(parts)
             names = [*grouped(parts, "record")]
             is_warm = len(names) == 1 and names != [""]
             own = rates_of(device) if len(grouped(parts, "rates")) > 1 else None
-            bounds = _least_budget(parts) | _least_host(parts)
             return bounds | {
                 "nonce": names[0] if is_warm else uuid.uuid4().hex,
                 "is_warm": is_warm,

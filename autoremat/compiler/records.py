@@ -31,7 +31,8 @@ def load(key: str) -> Record | None:
     """Returns the record of ``key``, or None if it is missing or unusable."""
     try:
         fields: dict[str, Any] = json.loads(read_text("reports", key) or "")
-        headroom, agreement = checked_bytes(fields["extra_headroom_bytes"]), str(fields.get("agreement", ""))
+        headroom, agreement = fields["extra_headroom_bytes"], str(fields.get("agreement", ""))
+        checked_bytes(max(headroom, -headroom))  # negative for a plan that is looser than the budget
         if fields["report"] is None:
             return Record(None, headroom, agreement)
         report = Report.from_json(json.dumps(fields["report"]))

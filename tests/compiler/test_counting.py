@@ -14,7 +14,7 @@ from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import FREED, Allocations
 from autoremat.planner.memory.allocator_settings import CLASSES, MIB, AllocatorSettings
 from autoremat.planner.memory.reserved import unsplit_bytes
-from autoremat.torch_private import allocator, named_card
+from autoremat.torch_private import allocator
 from autoremat.torch_private.private_name import MINOR
 
 CARD = "H100-80GB"
@@ -153,22 +153,6 @@ def test_the_report_of_an_attempt_has_the_allocated_peak():
     looser = Attempt(-5, Purpose.LOOSEN, code_peaks={False: 90, True: 130}, allocated_peaks={False: 70, True: 99}, **facts)
     back = Attempt(20, Purpose.RETURN, **facts)
     assert (code_peak_bytes([fits, looser, back]), allocated_peak_bytes([fits, looser, back])) == (96, 75)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not named_card.generates_triton(), reason="no triton")
-def test_generated_code_keeps_to_a_budget_on_reserved_bytes(free):
-    budget = int(0.65 * free.reserved.bytes)
-    report = explained(lower=True, memory_budget=budget, count="reserved")
-    assert report.reserved.of_code
-    assert report.compiled_peak_bytes < report.reserved.bytes <= budget
-    assert report.reserved.allocated_bytes >= report.compiled_peak_bytes
-    assert report.minimum_peak_bytes <= report.compiled_peak_bytes
-    with pytest.raises(BudgetInfeasible) as raised:
-        explained(lower=True, memory_budget=int(0.3 * free.reserved.bytes), count="reserved")
-    assert raised.value.allocated_bytes < raised.value.minimum_bytes
-    fitting = explained(lower=True, memory_budget=raised.value.minimum_bytes, count="reserved")
-    assert fitting.reserved.bytes <= raised.value.minimum_bytes
 
 
 @pytest.mark.parametrize(("pooled", "settings", "rest"), [
