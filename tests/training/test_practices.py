@@ -90,7 +90,7 @@ FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is the CPU's")
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.45, None])
+@pytest.mark.parametrize("share", [0.55, None])
 def test_of_flash_attention_the_output_and_the_log_sum_exp_are_saved(share):
     model, (tokens,) = build("llama", layers=2)
     seen, _ = planned(model, tokens, memory_budget=share)
@@ -118,7 +118,7 @@ def test_to_checkpoint_flash_attention_is_refused_as_useless():
 def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
     """As Korthikanti et al., 2022, chose by hand; dropout keeps GPT-2 from fused attention."""
     model, (tokens,) = build("gpt2")
-    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.6)
+    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.75)
     again = Counter(target for _, target in seen.recomputed())
     assert again["aten._safe_softmax.default"] >= 3  # of 4
     assert not {"aten.addmm.default", "aten.mm.default", "aten.native_dropout.default"} & set(again)
