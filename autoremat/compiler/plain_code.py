@@ -1,7 +1,7 @@
 """The reference peak of a share under Inductor: the peak of the code that Inductor generates without this package.
 
 Only that code tells what Inductor needs: it moves kernels, saves copies in other layouts, and merges what the simulator keeps
-apart. The code is replayed as ours is. No kernel is compiled, so it takes less than a tenth of the time of a compilation.
+apart. The code is replayed as ours is. No kernel is compiled, which is what takes most of the time of a compilation.
 """
 
 from __future__ import annotations

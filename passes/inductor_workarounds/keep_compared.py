@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
 from autoremat.ops.op_traits import COMPARED, MATERIALIZED, is_view, kind_of, packet
+from autoremat.ops.tensors import tensors_in
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private.symbolic_sizes import size_hint
 
@@ -126,13 +126,8 @@ def _copies(node: fx.Node) -> bool:
 
 def _floating(node: fx.Node) -> list[fx.Node]:
     """Returns the operands that hold floating-point numbers."""
-    return [read for read in node.all_input_nodes if any(t.is_floating_point() for t in _tensors(read))]
+    return [read for read in node.all_input_nodes if any(t.is_floating_point() for t in tensors_in(read.meta.get("val")))]
 
 
 def _numbers(node: fx.Node) -> int:
-    return max((math.prod(map(size_hint, tensor.shape)) for tensor in _tensors(node)), default=0)
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    found: Any = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-    return [one for one in found if isinstance(one, torch.Tensor)]
+    return max((math.prod(map(size_hint, tensor.shape)) for tensor in tensors_in(node.meta.get("val"))), default=0)
