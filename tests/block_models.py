@@ -75,3 +75,20 @@ def gradients(model: nn.Module, step, inputs: torch.Tensor, seed: int = 0) -> li
     torch.manual_seed(seed)
     step(inputs).backward()
     return [p.grad for p in model.parameters()]
+
+
+class Gelu(nn.Module):
+    """Blocks whose activations torch's own partition recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = F.layer_norm(x + block(x), (64,)).tanh()
+        return x.square().mean()
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
