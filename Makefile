@@ -23,7 +23,7 @@ STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 60
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-card test-properties test-random gpu gpu-rehearsal docs check format release clean
+.PHONY: help venv demo test test-slow test-card test-properties test-random nets weight gpu gpu-rehearsal docs check format release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 17
@@ -55,6 +55,12 @@ test-properties: venv  ## the properties with all their examples, of which `make
 
 test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more, SEED=1 the same again
 	$(BIN)/python -m pytest --examples $(EXAMPLES) --max-ops 16 --hypothesis-seed $(SEED)
+
+nets: venv  ## what a change of the code must not move: plans, least peaks, gradients, budgets
+	$(BIN)/python benchmarks/nets.py
+
+weight: venv  ## lines of each package, bytes of pages, the way of an option to the search
+	$(BIN)/python tests/weight.py
 
 gpu: $(if $(OWN_PYTHON),,venv)  ## tests, peaks and step times on a CUDA device; goes on where the last call ended
 	$(if $(OWN_PYTHON),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --results $(GPU_RESULTS) --minutes $(GPU_MINUTES) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)

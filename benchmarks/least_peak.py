@@ -2,6 +2,7 @@
 
     python benchmarks/least_peak.py              # a few minutes
     python benchmarks/least_peak.py --only gpt2 unet
+    python benchmarks/least_peak.py --check            # compares with the stored rows; exits 1 if a peak is higher
 
 The models are those of ``plan_hashes.py``, planned for an A100 by name, with Inductor's fusion. RL1 and RL2 are random layered
 graphs of one phase, in which any op may run again (``random_layered.py``); the chain is a training step without fusion. Costs
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -37,6 +39,9 @@ RESULTS = Path(__file__).resolve().parent / "results" / "least_peak.json"
 DEVICE = "A100-40GB"
 WORK = 10.0
 """The time limit, in seconds, whose work each search gets."""
+
+TOLERANCE = 1.005
+"""By which a least peak may exceed the stored one."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +141,22 @@ def table(rows: list[Row]) -> str:
     return "\n".join([head, *lines, f"within 3 % of the bound: {close} of {len(rows)}"]) + "\n"
 
 
+def higher(rows: list[Row]) -> int:
+    """Prints the graphs whose least peak is higher than the stored one. Returns 1 if there are any, else 0."""
+    stored = {row["name"]: row["found_bytes"] for row in json.loads(RESULTS.read_text())}
+    worse = [row for row in rows if row.found_bytes > TOLERANCE * stored[row.name]]
+    for row in worse:
+        print(f"{row.name}: {row.found_bytes} bytes, {stored[row.name]} before")
+    print(f"{len(worse)} of {len(rows)} least peaks are higher")
+    return min(len(worse), 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None, help="names of graphs; nothing is stored then")
-    chosen = parser.parse_args().only
+    parser.add_argument("--check", action="store_true", help="store nothing; exit 1 if a least peak is higher than stored")
+    arguments = parser.parse_args()
+    chosen = arguments.only
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", autoremat.BudgetWarning)
     rows = []
@@ -147,6 +164,8 @@ def main() -> None:
         if chosen is None or name in chosen:
             rows.append((of_one_phase if graph.single_phase else of_step)(name, graph))
             print(table(rows[-1:]).splitlines()[1], flush=True)
+    if arguments.check:
+        sys.exit(higher(rows))
     if chosen is None:
         RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         RESULTS.with_suffix(".txt").write_text(table(rows))
