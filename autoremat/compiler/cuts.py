@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,23 +17,6 @@ from autoremat.torch_private.tensor_identity import storage_key
 
 WINDOW = 0.25
 """The share of a part by which a cut may miss the place of equal parts, for fewer bytes across it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Division:
-    """A captured graph divided into parts, and what the cuts alone tell of it."""
-
-    part_of: Mapping[fx.Node, int]
-    """The part of each node, from 0."""
-    gradient_bytes: int
-    """The most bytes of parameters that one part is the first to read and that require gradients."""
-    crossing_bytes: tuple[int, ...]
-    """For each cut, the bytes of the results that cross it."""
-
-    @property
-    def count(self) -> int:
-        """Number of parts."""
-        return max(self.part_of.values(), default=0) + 1
 
 
 class Cuts:
@@ -49,8 +32,8 @@ class Cuts:
         # A cut before node ``i`` leaves ``arrived[i - 1]`` bytes of parameters to the parts before it.
         self.allowed = [i for i in places if self.crossing[i] is not None and 0 < self.arrived[i - 1] < whole]
 
-    def divided(self, count: int) -> Division:
-        """Returns the graph in at most ``count`` parts of about equal bytes of parameters.
+    def divided(self, count: int) -> dict[fx.Node, int]:
+        """Returns the part of each node, from 0, of the graph in at most ``count`` parts of about equal bytes of parameters.
 
         Each part is the first to read some of the parameters that require gradients, so these gradients leave after its
         backward. There are fewer parts than ``count`` if there are fewer places to cut, and one if there is none.
@@ -64,15 +47,8 @@ class Cuts:
             best = narrow or sorted(self.allowed, key=lambda i: (miss[i], self.crossing[i]))
             for place in best[:1]:
                 cuts.setdefault(self.arrived[place - 1], place)
-        return self.divided_at([*cuts.values()])
-
-    def divided_at(self, places: Sequence[int]) -> Division:
-        """Returns the graph cut before the nodes at ``places``."""
-        ordered = sorted(places)
-        part_of = {node: bisect_right(ordered, i) for i, node in enumerate(self.nodes)}
-        ends = [0, *(self.arrived[place - 1] for place in ordered), *self.arrived[-1:]]
-        most = max((end - begin for begin, end in pairwise(ends)), default=0)
-        return Division(part_of, most, tuple(self.crossing[place] or 0 for place in ordered))
+        places = sorted(cuts.values())
+        return {node: bisect_right(places, i) for i, node in enumerate(self.nodes)}
 
 
 def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str) -> list[int]:

@@ -19,17 +19,14 @@ from torch import fx
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.agreed_profile import AgreedStep
-from autoremat.compiler.cuts import Cuts, Division
+from autoremat.compiler.cuts import Cuts
 from autoremat.compiler.dead_code import remove_dead_code
-from autoremat.compiler.lowering import Compiled, GraphSource
-from autoremat.compiler.number_of_parts import FIRST, Candidate, agreed_candidates, best_trial, candidates, note_of
-from autoremat.compiler.split_budget import PlannedParts, SharedBudget, planned_together, share_out
+from autoremat.compiler.lowering import Compiled
 from autoremat.device_memory.live_optimizers import live_optimizers
 from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of
 from autoremat.options.options import Options
 from autoremat.planner.memory.caching_allocator import ROUNDING
-from autoremat.request.budgets import is_profile, request_of
+from autoremat.request.budgets import is_profile
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import autograd, compilers, split_graphs
 from autoremat.torch_private.dynamo import sharded_inputs
@@ -37,6 +34,9 @@ from autoremat.torch_private.split_graphs import GradientHooks
 from autoremat.torch_private.untraced import around_backward
 
 log = logging.getLogger("autoremat")
+
+PARTS = 4
+"""The number of parts if the options give none: more of them free gradients earlier, and each costs a call and ends fusion."""
 
 UNDER_FULLY_SHARD = (
     "fully_shard reduces the gradients of this graph together, after its whole backward. Hooks on the shards run then. "
@@ -70,9 +70,8 @@ def compiled_in_parts(
         return None
     if not compilers.keeps_dead_draws(patches):
         remove_dead_code(gm)
-    cuts = Cuts(gm, inputs, around.device.type)
-    division = cuts.divided(wanted)
-    if division.count == 1:
+    part_of = Cuts(gm, inputs, around.device.type).divided(wanted)
+    if not any(part_of.values()):
         if options.early_gradients != "auto":
             _warn_without_effect(
                 "early_gradients",
@@ -84,63 +83,7 @@ def compiled_in_parts(
     freed = hooked if options.hooks_free_gradients else {}
     counts = bool(hooked) and options.memory_budget is not None
     hooks = _hooks(freed.keys(), hooked.values(), around.device) if counts else GradientHooks()
-    shared: SharedBudget | None = None
-    if options.early_gradients in ("auto", True):
-        chosen = _ChoiceOfParts(GraphSource(gm, inputs, patches), options, around, hooks, cuts).best()
-        division, shared = chosen or (division, None)
-
-    def begin(split: split_graphs.Split) -> None:
-        if shared is not None:
-            share_out(split, shared)
-
-    return split_graphs.compile_parts(gm, inputs, division.part_of, compile_part, hooks, begin)
-
-
-@dataclass(frozen=True)
-class _ChoiceOfParts:
-    """The choice of the number of parts under a budget."""
-
-    source: GraphSource
-    options: Options
-    around: Surroundings
-    hooks: GradientHooks
-    cuts: Cuts
-
-    def best(self) -> tuple[Division, SharedBudget] | None:
-        """Returns the best division, and its parts' shares of the budget; None if no budget is to be shared out.
-
-        Raises ``BudgetInfeasible`` if no number of parts fits, unless the options ask for the best effort.
-        """
-        request = request_of(self.options, self.around)
-        limits = request.limits
-        if request.plan or limits.max_slowdown is not None or limits.takes_whole_reference or not limits.bounds_memory:
-            return None
-        least = 1 if self.options.early_gradients == "auto" else 2
-        found = agreed_candidates(candidates(self._candidate, bool(self.hooks.freed), least), request.agreement)
-
-        planned: dict[int, PlannedParts] = {}
-
-        def plan(candidate: Candidate) -> AgreedStep | None:
-            part_of = self.cuts.divided(candidate.number).part_of
-            with split_graphs.split_to_plan(self.source.module, self.source.inputs, part_of, self.hooks) as split:
-                parts = planned_together(split, replace(request, is_part=False), self.source.patches)
-            if parts is None:
-                return None
-            planned[candidate.number] = parts
-            return parts.agreed
-
-        chosen = best_trial(found, plan, self.hooks.bytes)
-        if chosen is None:
-            return None
-        best, trials = chosen
-        parts = replace(planned[best.candidate.number], agreed=best.agreed)
-        return self.cuts.divided(best.candidate.number), parts.shared_out(note_of(best, trials))
-
-    def _candidate(self, number: int) -> Candidate:
-        division = self.cuts.divided(number)
-        gradient_bytes = division.gradient_bytes if self.hooks.freed else 0
-        crossing = division.crossing_bytes
-        return Candidate(number, division.count, gradient_bytes, sum(crossing), max(crossing, default=0))
+    return split_graphs.compile_parts(gm, inputs, part_of, compile_part, hooks)
 
 
 def _is_trained(tensor: Any) -> bool:
@@ -152,12 +95,12 @@ def _is_hooked(tensor: Any) -> bool:
 
 
 def _wanted_parts(options: Options, around: Surroundings, is_hooked: bool) -> int:
-    """Returns the number of parts to begin with; 1 for a graph that stays whole."""
+    """Returns the number of parts; 1 for a graph that stays whole."""
     wanted = options.early_gradients
     if wanted == "auto":
         fits = not (options.plan or options.max_slowdown is not None or is_profile(options) or split_graphs.is_split())
         is_whole = around.why_broken is None and around.block is None and around.stage is None
-        return FIRST if is_hooked and fits and is_whole else 1
+        return PARTS if is_hooked and fits and is_whole else 1
     if wanted is False:
         return 1
     if is_profile(options):
@@ -169,7 +112,7 @@ def _wanted_parts(options: Options, around: Surroundings, is_hooked: bool) -> in
             "DistributedDataParallel splits this graph into buckets already; bucket_cap_mb=... sizes them",
         )
         return 1
-    return FIRST if wanted is True else int(wanted)
+    return PARTS if wanted is True else int(wanted)
 
 
 def _warn_under_fully_shard(options: Options) -> None:

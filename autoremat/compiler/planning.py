@@ -96,18 +96,15 @@ class SmallestGraph(PlannedGraph):
         points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
         *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
         copies = layout_copies_bytes(self.priced, plans[-1])
-        graph = self.priced.graph
         return StepGraph(
             key,
             source,
             1,
             tuple(front),
             baseline,
-            graph.step_seconds,
+            self.priced.graph.step_seconds,
             reference=reference.with_more(copies, copies),
             ended_by_clock=planner.ended_by_clock,
-            predicted_seconds=planner.baseline.predicted_seconds,
-            seconds_per_border_byte=graph.saving_seconds_per_byte if graph.fuses else 0.0,
         )
 
 

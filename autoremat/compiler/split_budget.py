@@ -9,7 +9,7 @@ is then compiled under its share, as under a step profile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from autoremat.basics.errors import (
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.agreed_profile import AgreedStep, Gathers, agreed_step, profile_within
+from autoremat.compiler.agreed_profile import Gathers, agreed_step, profile_within
 from autoremat.compiler.lowering import GraphSource
 from autoremat.compiler.split_words import advice_of, words_of
 from autoremat.compiler.step_of_parts import PartGraph, TracedParts, step_of
@@ -55,11 +55,6 @@ _shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
 """The budgets of the graphs that are compiled in parts now. None if a graph could not be planned and falls back."""
 
 
-def share_out(split: split_graphs.Split, shared: SharedBudget | None) -> None:
-    """Has the parts of ``split`` compiled under these shares, so that they are not planned together once more."""
-    _shared[split.owner] = shared
-
-
 def request_in_split(source: GraphSource, request: Request, around: Surroundings) -> Request:
     """Returns the request for a graph: with its share of the common budget if it is a part, else ``request``.
 
@@ -72,8 +67,7 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
         if request.calls != OpenCalls():
             warn_of_open_calls()
         if split.owner not in _shared:
-            planned = planned_together(split, replace(request, is_part=False), source.patches)
-            share_out(split, None if planned is None else planned.shared_out())
+            _shared[split.owner] = planned_together(split, replace(request, is_part=False), source.patches)
         first = _shared[split.owner]
         note_grant(request, around, None if first is None else first.profile.budget_bytes)
     shared = _shared.get(split.owner)
@@ -111,34 +105,10 @@ def _split_of(request: Request) -> split_graphs.Split | None:
     return split
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedParts:
-    """The parts of a split graph, planned together, before their budget is shared out."""
+def planned_together(split: split_graphs.Split, request: Request, patches: Mapping[str, Any]) -> SharedBudget | None:
+    """Returns the budget shared out among all parts; None if one of them cannot be planned and falls back.
 
-    split: split_graphs.Split
-    request: Request
-    agreed: AgreedStep
-    graphs: Sequence[PartGraph | None]
-
-    def shared_out(self, note: str = "") -> SharedBudget:
-        """Returns the budget shared out among the parts. ``note`` is for the reports of all parts, or for the error.
-
-        Raises ``BudgetInfeasible`` if no choice of plans fits and the request does not ask for the best effort.
-        """
-        place = _place_of(self.split)
-        advice = (*self.request.limits.advice, advice_of(self.split), note)
-        advised = replace(self.request, limits=replace(self.request.limits, advice=advice))
-        profile = profile_within(self.agreed, advised, f"the step of {place}")
-        log.info("%s share one budget: %s", place, profile.line())
-        graphs = enumerate(self.graphs)
-        shares = (None if one is None else _share(profile, one, self.split, number, note) for number, one in graphs)
-        return SharedBudget(profile, tuple(shares))
-
-
-def planned_together(split: split_graphs.Split, request: Request, patches: Mapping[str, Any]) -> PlannedParts | None:
-    """Returns all parts, planned together; None if one of them cannot be planned and falls back.
-
-    It is called before the first part is compiled, or while it is.
+    Raises ``BudgetInfeasible`` if no choice of plans fits and the request does not ask for the best effort.
     """
     words = words_of(split)
     now(f"planning {split.count} {words.part}s together")
@@ -161,23 +131,24 @@ def planned_together(split: split_graphs.Split, request: Request, patches: Mappi
             return step_of(TracedParts(split, request, patches, may_repeat=False))[0]
 
     gathers = Gathers(traced.gathering_ranks, run_gathers_once) if traced.gathering_ranks and job() is not None else None
-    agreed = agreed_step(step, request, _place_of(split), communicates=gathers is not None, gathers=gathers)
-    return PlannedParts(split, request, agreed, graphs)
+    place = f"{split.count} {words.parts}"
+    agreed = agreed_step(step, request, place, communicates=gathers is not None, gathers=gathers)
+    advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, advice_of(split))))
+    profile = profile_within(agreed, advised, f"the step of {place}")
+    log.info("%s share one budget: %s", place, profile.line())
+    return SharedBudget(
+        profile, tuple(None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs))
+    )
 
 
-def _place_of(split: split_graphs.Split) -> str:
-    return f"{split.count} {words_of(split).parts}"
-
-
-def _share(profile: StepProfile, graph: PartGraph, split: split_graphs.Split, number: int, more: str) -> Share | None:
-    """Returns the share of ``graph``, which is the part of that number. ``more`` is for its note."""
+def _share(profile: StepProfile, graph: PartGraph, split: split_graphs.Split, number: int) -> Share | None:
+    """Returns the share of ``graph``, which is the part of that number."""
     share, words = profile.shares[graph.number], words_of(split)
     note = (
         f"{words.part} {number + 1} of {split.count} {words.cause}: they share one budget of "
         f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
         f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
     )
-    note += f"; {more}" if more else ""
     note += f"; {split.hooks.note}" if split.hooks is not None and split.hooks.note else ""
     note += f"; plans {ENDED_BY_CLOCK}" if profile.step.ended_by_clock else ""
     return None if share is None else replace(share, known=graph.known, note=note)

@@ -50,9 +50,8 @@ def words_of(split: Split) -> Words:
 def advice_of(split: Split) -> str:
     """Returns the advice for an error whose figures are those of all parts."""
     words = words_of(split)
-    if split.count == 1:
-        return f"the figures are those of the whole graph, and of what hooks allocate after its backward{words.advice}"
+    more = f"; early_gradients={2 * split.count} frees gradients earlier, in more parts" if words is _PARTS else ""
     return (
         f"the figures are those of the {split.count} {words.parts} together. {words.whole} compiles them as one graph, which "
-        f"shares memory better and {words.loss}{words.advice}"
+        f"shares memory better and {words.loss}{words.advice}{more}"
     )

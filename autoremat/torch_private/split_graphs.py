@@ -108,37 +108,13 @@ def compile_parts(
     part_of: Mapping[fx.Node, int],
     compile_part: Callable[[fx.GraphModule, Sequence[Any]], Any],
     hooks: GradientHooks,
-    begin: Callable[[Split], None],
 ) -> Callable[..., Any]:
     """Returns a callable for a captured graph that calls the parts of it one by one, each compiled by ``compile_part``.
 
-    Dynamo must be compiling ``module``. ``begin`` is called with the split before the first part is compiled.
+    Dynamo must be compiling ``module``.
     """
-    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-
-    split = _split(module, inputs, part_of, compile_part, hooks)
-    begin(split)
-    with _disable_saved_tensors_hooks_during_tracing():
-        split.owner.run(*inputs)
-    split.owner.module.recompile()
-    compiled: Callable[..., Any] = split.owner.module
-    return compiled
-
-
-@contextlib.contextmanager
-def split_to_plan(
-    module: fx.GraphModule, inputs: Sequence[Any], part_of: Mapping[fx.Node, int], hooks: GradientHooks
-) -> Iterator[Split]:
-    """Yields a split of a captured graph at its first part, whose parts are not compiled. Dynamo must be compiling it."""
-    with tracing_undone():
-        yield _split(module, inputs, part_of, lambda part, given: part, hooks)
-
-
-def _split(
-    module: fx.GraphModule, inputs: Sequence[Any], part_of: Mapping[fx.Node, int], compile_part: Any, hooks: GradientHooks
-) -> Split:
-    """Returns the split of a captured graph at its first part."""
     from torch._dynamo.backends import distributed
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
     from torch.fx.passes.split_module import split_module
 
     context: Any = TracingContext.try_get()
@@ -148,7 +124,11 @@ def _split(
     owner: Any = distributed.SubmodCompiler(split, compile_part, context.fake_mode)
     owner.env.update(zip(split.graph.find_nodes(op="placeholder"), inputs, strict=True))
     _hooks[owner] = hooks
-    return Split(owner, 0, len(set(part_of.values())), hooks)
+    with _disable_saved_tensors_hooks_during_tracing():
+        owner.run(*inputs)
+    owner.module.recompile()
+    compiled: Callable[..., Any] = owner.module
+    return compiled
 
 
 def _as_fake(value: Any, mode: Any) -> Any:

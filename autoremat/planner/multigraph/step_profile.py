@@ -44,10 +44,6 @@ class StepGraph:
     """Plan that the graph has without this package; None if that is the baseline."""
     ended_by_clock: bool = False
     """True if the clock ended the search for these plans, so that another profile may have others."""
-    predicted_seconds: float = 0.0
-    """Seconds of one call under the baseline, with its kernels as fused, by the cost model."""
-    seconds_per_border_byte: float = 0.0
-    """Seconds to write and read a byte of memory that a fused kernel would not need; 0 without fusion."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +109,6 @@ class Step:
     def _smallest(self) -> Allocation:
         """The choice of plans with the smallest peak, which no budget changes."""
         return self._entries.least_memory()
-
-    def least_seconds(self, budget: int) -> float:
-        """Returns a lower bound on the seconds of all plans together under ``budget`` bytes; infinite if no choice fits."""
-        return self._entries.least_seconds(budget)
 
     def points(self, choice: Sequence[int]) -> list[PlanPoint]:
         """Returns the plans with these indices."""
@@ -238,12 +230,6 @@ class StepProfile(Shown):
     def host_peak_bytes(self) -> int:
         """The most bytes that saved tensors of the step take on the host under the assigned plans."""
         return ledger.host_peak(self.step.moments, self.plans)
-
-    @property
-    def predicted_seconds(self) -> float:
-        """Seconds of the graphs in one step under the assigned plans, with their kernels as fused, by the cost model."""
-        pairs = zip(self.step.graphs, self.plans, strict=True)
-        return sum(g.calls * (g.predicted_seconds + plan.seconds - g.baseline.seconds) for g, plan in pairs)
 
     def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
         """Returns the profile of the same step under another budget, without running the step.

@@ -13,7 +13,6 @@ tensors stay live while the gradients of later blocks accumulate.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,16 +79,6 @@ class Entries:
             return single
         start = single or self.least_memory()
         return None if start.peak_bytes > budget else self._with_variants(single, start, budget)
-
-    def least_seconds(self, budget: int) -> float:
-        """Returns a lower bound on the seconds of a peak of at most ``budget`` bytes, by the linear relaxation.
-
-        It is infinite if the relaxation has no solution.
-        """
-        sizes = [len(front) for front in self.fronts]
-        _, weights = self._relaxed(budget, sizes, [0, *np.cumsum(sizes).tolist()])
-        seconds = [count * p.seconds for count, front in zip(self.calls, self.fronts, strict=True) for p in front]
-        return float(weights @ np.array(seconds)) if weights.any() else math.inf
 
     def _with_variants(self, single: Allocation | None, start: Allocation, budget: int) -> Allocation | None:
         """Returns the assignment of the fewest plans per graph that are worth their compilations.

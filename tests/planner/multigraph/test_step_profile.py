@@ -59,13 +59,6 @@ def test_the_plans_of_the_blocks_are_the_best_of_all_that_fit(step, budget):
             assert len({found.choice[entry] for entry in members}) <= step.variants
 
 
-@settings(max_examples=50, deadline=None)
-@given(entries(), st.integers(0, 300))
-def test_no_choice_that_fits_takes_fewer_seconds_than_the_relaxation(step, budget):
-    fitting = [seconds for peak, seconds in all_choices(step) if peak <= budget]
-    assert step.least_seconds(budget) <= min(fitting, default=float("inf")) + 1e-6
-
-
 @settings(max_examples=100, deadline=None)
 @given(entries(), st.integers(0, 300), st.integers(0, 30), st.data())
 def test_the_bytes_on_the_host_keep_to_their_bound(step, budget, bound, data):
