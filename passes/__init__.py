@@ -23,7 +23,6 @@ from autoremat.passes.inductor_workarounds.preserve_strides import preserve_stri
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.insert_transfers import insert_stores
 from autoremat.passes.pipeline import Pass, run_passes
-from autoremat.passes.reorder_backward import reorder_backward
 from autoremat.passes.split import split
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.torch_private import compilers, joint_graphs
@@ -48,7 +47,6 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
 
 def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> joint_graphs.PartitionedModules:
     """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is consumed."""
-    run_passes(capture.joint, partial(reorder_backward, capture=capture, schedule=schedule))
     if schedule.stays:
         run_passes(capture.joint, partial(insert_stores, capture=capture, schedule=schedule))
     run_passes(capture.joint, partial(insert_recomputation, capture=capture, schedule=schedule))

@@ -147,7 +147,7 @@ class _Inserter:
         capture = self.capture
         num_forward = capture.graph.num_forward
         (output,) = self.graph.find_nodes(op="output")
-        pending = iter([*map(capture.op_nodes.__getitem__, schedule.own(capture.graph)), output])
+        pending = iter([*capture.op_nodes[num_forward:], output])
         self.cursor = next(pending)
         for position, index in enumerate(schedule.backward, len(schedule.forward)):
             self.load(position)

@@ -70,7 +70,7 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
     """
     assert capture.joint is joint
     transfers = _transfers(capture, schedule)
-    _gather_forward(capture, schedule, [one.holder for one in transfers])
+    _gather_forward(capture, [one.holder for one in transfers])
     order = list(joint.graph.nodes)
     place = {node: number for number, node in enumerate(order)}
     begun: dict[int, fx.Node] = {}
@@ -92,12 +92,12 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
     return len(transfers)
 
 
-def _gather_forward(capture: Capture, schedule: Schedule, holders: list[fx.Node]) -> None:
+def _gather_forward(capture: Capture, holders: list[fx.Node]) -> None:
     """Moves what the forward runs, and ``holders``, before the first op of the backward, with all that it reads.
 
     Ops that write to inputs are traced behind that one. A store that follows them would otherwise stand behind its load.
     """
-    begin = next(map(capture.op_nodes.__getitem__, schedule.own(capture.graph)), capture.joint.graph.output_node())
+    begin = next(iter(capture.op_nodes[capture.graph.num_forward :]), capture.joint.graph.output_node())
     late = set(itertools.takewhile(lambda node: node is not begin, reversed(capture.joint.graph.nodes)))
 
     def move(node: fx.Node) -> None:

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import PASSED_BY_NONE, Constraint, Inlining, Kind
+from autoremat.planner.graph.op import Constraint, Inlining, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     for value in op.outputs:
         if any(graph.ops[reader].kind is Kind.EXTERN for reader in graph.readers[value]):
             written += graph.values[value].bytes * (graph.cached_share if is_cached(graph, value) else 1.0)
-    divides = [other.kind is Kind.EXTERN and not may_run_later(graph, number) for number, other in enumerate(graph.ops)]
+    divides = [other.kind is Kind.EXTERN for other in graph.ops]
     stretches, unseen, seen, late_fused_readers = set(), [index], set(), set()
     while unseen:
         current = unseen.pop()
@@ -65,24 +65,6 @@ def recompute_seconds(graph: Graph, index: int) -> float:
 def is_cached(graph: Graph, value: int) -> bool:
     """Whether the value stays in the caches until it is read, unless it is saved."""
     return graph.values[value].bytes <= graph.cached_bytes
-
-
-def may_run_later(graph: Graph, index: int) -> bool:
-    """Whether the backward returns all that a kernel of its own makes, itself or cast, and does nothing else with it."""
-    op, waiting = graph.ops[index], list(graph.ops[index].outputs)
-    if op.forward or op.traits & PASSED_BY_NONE or not waiting:
-        return False
-    while waiting:
-        value = waiting.pop()
-        casts = [graph.ops[reader] for reader in graph.readers[value]]
-        if not casts and value not in graph.backward_outputs:
-            return False
-        for cast in casts:
-            computed = [v for v in cast.inputs if graph.values[v].producer is not None]
-            if cast.kind is not Kind.POINTWISE or cast.traits & PASSED_BY_NONE or computed != [value]:
-                return False
-            waiting += cast.outputs
-    return True
 
 
 def reaches_the_backward(graph: Graph, index: int) -> bool:

@@ -30,9 +30,8 @@ from autoremat.planner.search.bound_forms import BoundForms, set_aside
 from autoremat.planner.search.plan_source import PlanSource
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.strategies import EVERY_STRATEGY, IN_SEQUENCE, Strategies
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.time_budget import TimeBudget
-from autoremat.planner.search.work_limit import WorkLimit
 from autoremat.report.report import Report
 
 OPTIMISM = 0.5
@@ -242,7 +241,7 @@ class _CandidateSearch:
         allowed = self.context.request.limits.max_slowdown
         if allowed is None or priced.joint.is_region:
             return None
-        return TimeBudget(planner.choose(None) or planner.baseline, allowed, WorkLimit(self.context.request.time_limit))
+        return TimeBudget(planner.choose(None) or planner.baseline, allowed)
 
     def _searched(
         self, priced: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None
@@ -312,14 +311,13 @@ def planner_of(
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
     if known is not None:
         return known, constrained
-    # What the allocator reserves need not fall with the peak, so such a budget gets no lower peak and no other sequence.
-    strategies = EVERY_STRATEGY if request.count == "allocated" else IN_SEQUENCE & ~Strategies.LOWER
+    # What the allocator reserves need not fall with the peak, so such a budget gets no lower peak.
+    strategies = EVERY_STRATEGY if request.count == "allocated" else EVERY_STRATEGY & ~Strategies.LOWER
     host, graph = request.limits.host_bytes, constrained.graph
     if bound:
         inner, left = set_aside(graph, bound, host)
-        searched = new_planner(inner, request.time_limit, given, soft_budget, left, strategies & ~Strategies.RUN_LATER)
-        later = WorkLimit(request.time_limit) if Strategies.RUN_LATER in strategies else None
-        planner: PlanSource = BoundForms(searched, graph, bound, host, later)
+        searched = new_planner(inner, request.time_limit, given, soft_budget, left, strategies)
+        planner: PlanSource = BoundForms(searched, graph, bound, host)
     else:
         planner = new_planner(graph, request.time_limit, given, soft_budget, host, strategies)
     earlier.searches.append((wanted, planner))

@@ -13,6 +13,7 @@ from autoremat.compiler.forms import refused_setting
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.replay_context import replay_context
 from autoremat.passes import apply_plan
+from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import joint_graphs
 from autoremat.torch_private.origins import OP
@@ -48,7 +49,8 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     for node, op in zip(captured.op_nodes, captured.graph.ops, strict=True):
         node.meta[OP] = op
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
-    memory_first = planned.is_binding or plan.keeps_its_sequence
+    repeats_extern = any(plan.graph.ops[index].kind is Kind.EXTERN for index in plan.recomputed)
+    memory_first = planned.is_binding or repeats_extern or bool(plan.schedule.stays)
     context = replay_context(captured, planned.priced.kept_inputs)
     returned = torch.utils._pytree.arg_tree_leaves(*modules[0].graph.output_node().args)
     saved = returned[planned.priced.joint.num_forward_outputs :]

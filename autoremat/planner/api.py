@@ -15,7 +15,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import baselines, single_phase
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.strategies import IN_SEQUENCE, Strategies
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.portfolio
@@ -47,7 +47,7 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
     search_share, good_gap = 1.0, settings.good_gap
     if graph.single_phase:
         search_share, good_gap = settings.single_phase_search_share, settings.single_phase_good_gap
-    found = single_phase.search(graph, budget, search_share * time_limit, IN_SEQUENCE)
+    found = single_phase.search(graph, budget, search_share * time_limit, EVERY_STRATEGY)
     found = time_indexed_bound.tighten(graph, budget, time_limit, found, good_gap)
     found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
     return driver.improve(graph, budget, time_limit, seed, found, good_gap, begun + time_limit)

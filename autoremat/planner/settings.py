@@ -78,8 +78,6 @@ class SearchSettings:
     """Number of levels of saved bytes to which memory is filled if a graph shares its budget with others."""
     peak_levels: int = 3
     """Number of levels of the peak to which memory is filled if a graph shares its budget with others."""
-    gradients_later_share: float = 0.1
-    """The work to run gradients later in a plan, as a share of that of a search for a budget."""
     soft_budget_cost: float = 0.05
     """Maximum cost of a plan within the soft budget over the fastest plan, as a share of the step, by the cost model."""
     time_levels: int = 128

@@ -14,7 +14,6 @@ A fused kernel reads its inputs and writes the results that others read; its ari
     saved, each further group would read more.
 - If the result is broadcast to a larger one, such as a logarithm per row, its arithmetic runs for each larger element.
 - A pointwise op whose result an extern kernel reads runs once. It also costs a launch and the write of the result.
-- A gradient that nothing reads ends no fusion group: it can run behind the ops that share reads with those before it.
 
 Without fusion, every op is a kernel that writes its result and reads its inputs in any case, so saving costs no time.
 """
@@ -29,7 +28,6 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining
-from autoremat.planner.graph.returned_gradients import returned_gradients
 
 LARGEST_TYPE_RATIO = 8
 """Largest ratio between the bytes of elements of usual types. A tensor that is larger by more than this has more elements."""
@@ -142,8 +140,8 @@ class FusedTraffic:
 
         This includes reads through pointwise ops that are recomputed.
         """
-        graph, passed = self.graph, self.graph.derived(returned_gradients)
-        run = np.cumsum([kind == EXTERN and index not in passed for index, kind in enumerate(self.kinds)]).tolist()
+        graph = self.graph
+        run = np.cumsum([kind == EXTERN for kind in self.kinds]).tolist()
         needs = [0] * len(graph.ops)
         for index in range(graph.num_forward - 1, -1, -1):
             for reader in (r for value in graph.ops[index].outputs for r in graph.readers[value]):

@@ -52,9 +52,6 @@ SEQUENTIAL = Trait.RANDOM | Trait.MUTATING | Trait.EFFECTFUL
 COMMUNICATES = Trait.COLLECTIVE | Trait.GATHER
 """Traits of ops that all ranks of a group run together, in the same sequence."""
 
-PASSED_BY_NONE = SEQUENTIAL | COMMUNICATES | Trait.OPAQUE
-"""Traits of ops of the backward that keep their place among its own ops. No other of these passes them, in either direction."""
-
 
 class Kind(enum.Enum):
     """The way in which a code generator realises the result of an op."""

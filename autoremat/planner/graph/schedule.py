@@ -52,15 +52,6 @@ class Schedule:
         """All executions of the step in sequence."""
         return self.forward + self.backward
 
-    def own(self, graph: Graph) -> tuple[int, ...]:
-        """Returns the backward's own ops in the sequence in which they run."""
-        return tuple(op for op in self.backward if op >= graph.num_forward)
-
-    def keeps_sequence(self, graph: Graph) -> bool:
-        """Returns True if the backward's own ops run in the graph's sequence."""
-        own = self.own(graph)
-        return own == tuple(sorted(own))
-
     def recomputed(self, graph: Graph) -> tuple[int, ...]:
         """Returns the executions of forward ops after their first one, in sequence.
 

@@ -5,12 +5,11 @@ The planner's own arithmetic is not trusted here. :mod:`autoremat.planner.plans.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterator
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import PASSED_BY_NONE, Constraint, Op, Role
+from autoremat.planner.graph.op import Constraint, Op, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.planner.plans.replay import Replay
@@ -19,8 +18,7 @@ from autoremat.planner.plans.replay import Replay
 def check_executions(graph: Graph, schedule: Schedule) -> None:
     """Raises ``PlanInvalid`` if the schedule breaks a rule.
 
-    - The backward's own ops run once each, and none passes one of ``PASSED_BY_NONE``. The forward runs only forward ops, and
-      all that it must run.
+    - The backward's own ops run once each, in the graph's sequence. The forward runs only forward ops, and all that it must.
     - In the forward, first executions follow the graph's sequence. It repeats ops only if there is no backward.
     - No op runs twice or in the backward that is not rematerializable or that a constraint saves.
     - Every read finds its value, and the backward's outputs exist at the end.
@@ -28,9 +26,8 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
     if schedule.sequence != schedule.forward + schedule.backward or (graph.single_phase and schedule.backward):
         raise PlanInvalid("the executions are not those of the graph's halves")
     own = [op for op in schedule.backward if not 0 <= op < graph.num_forward]
-    if sorted(own) != list(range(graph.num_forward, len(graph.ops))):
-        raise PlanInvalid("the backward's own ops do not all run once")
-    _pass_no_effect(graph, own)
+    if own != list(range(graph.num_forward, len(graph.ops))):
+        raise PlanInvalid("the backward's own ops do not all run once, in the graph's sequence")
     if any(not 0 <= op < graph.num_forward for op in schedule.forward):
         raise PlanInvalid("the forward runs an op that is not its own")
     if missing := graph.required_forward - set(schedule.forward):
@@ -55,14 +52,6 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         made.update(op.outputs)
     if unmade := [graph.values[v].name for v in graph.backward_outputs if v not in made]:
         raise PlanInvalid(f"the outputs {unmade} are never computed")
-
-
-def _pass_no_effect(graph: Graph, own: Sequence[int]) -> None:
-    """Raises ``PlanInvalid`` if one of the backward's own ops that none may pass and another one pass each other."""
-    for place, (index, furthest) in enumerate(zip(own, accumulate(own, max), strict=True), graph.num_forward):
-        op = graph.ops[index]
-        if op.traits & PASSED_BY_NONE and not place == index == furthest:
-            raise PlanInvalid(f"{op.name} and another op of the backward pass each other ({op.traits.name})")
 
 
 def _may_be_recomputed(op: Op) -> None:

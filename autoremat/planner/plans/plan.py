@@ -20,7 +20,6 @@ from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.cost.stalls import Stalls, stalls_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
@@ -67,8 +66,7 @@ class Plan(Shown):
     host_budget_bytes: int | None = None
     """The bound on the bytes on the host for which the plan was made, or None."""
     lower_bound_seconds: float = 0.0
-    """No plan within the budget that keeps the sequence of the backward costs fewer seconds (``cost_seconds``). 0 if only
-    plans in another sequence may fit, infinite if no plan fits."""
+    """No plan within the budget costs fewer seconds (``cost_seconds``). Infinite if no plan fits."""
     lower_bound_bytes: int = 0
     """No plan has a lower peak, in bytes."""
     interrupted: bool = False
@@ -116,13 +114,6 @@ class Plan(Shown):
     def recomputed(self) -> tuple[int, ...]:
         """Executions of forward ops beyond the first one, in sequence."""
         return self.schedule.recomputed(self.graph)
-
-    @cached_property
-    def keeps_its_sequence(self) -> bool:
-        """True if the code generator must keep the sequence of the plan whatever the budget: it repeats extern kernels, stores
-        tensors in other forms, or has another sequence than the graph."""
-        repeats_extern = any(self.graph.ops[index].kind is Kind.EXTERN for index in self.recomputed)
-        return repeats_extern or bool(self.schedule.stays) or not self.schedule.keeps_sequence(self.graph)
 
     @cached_property
     def recompute_seconds(self) -> float:
@@ -185,7 +176,7 @@ class Plan(Shown):
     def tables(self) -> Sequence[PlainTable]:
         """Returns the table that ``print`` shows."""
         graph, bound = self.graph, self.lower_bound_seconds
-        least = "no plan fits" if math.isinf(bound) else f"no plan in this sequence adds less than {format_seconds(bound)}"
+        least = "no plan fits" if math.isinf(bound) else f"no plan adds less than {format_seconds(bound)}"
         figures = [
             ("status", self.status.value),
             ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),

@@ -1,8 +1,7 @@
 """A source of plans that keeps certain values in their form under every plan, as constraints demand.
 
 Another source finds the plans. It may use the form of such a value without counting its bytes on the host, which are set aside
-before. Each plan is then completed: what it left on the device is stored as early and loaded as late as the link allows. Only
-then do gradients run later, because a completed plan may need the bytes that this takes.
+before. Each plan is then completed: what it left on the device is stored as early and loaded as late as the link allows.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.plan_source import Accepts, PlanSource
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.relieving_plans import relieving
 from autoremat.planner.search.time_budget import TimeBudget
-from autoremat.planner.search.work_limit import WorkLimit
-from autoremat.planner.settings import SETTINGS
 
 
 def set_aside(graph: Graph, bound_values: frozenset[int], host_bytes: int | None) -> tuple[Graph, int | None]:
@@ -44,8 +40,6 @@ class BoundForms:
     bound_values: frozenset[int]
     host_bytes: int | None
     """Bound on the bytes of stays on the host; None: no bound."""
-    later: WorkLimit | None = None
-    """The limit of a search, of which a share goes to gradients that run later; None: they stay where they are."""
     _completed: dict[int, tuple[Plan, Plan]] = field(default_factory=dict, init=False)
     """By the identity of a plan: the plan, and the completed one."""
 
@@ -110,17 +104,10 @@ class BoundForms:
             for plan in plans
             if (budget_bytes is None or plan.peak_bytes <= budget_bytes) and (accepts is None or accepts(plan))
         ]
-        best = self._with_gradients_later(fitting[0], budget_bytes, accepts) if fitting else None
-        smallest = self._with_gradients_later(plans[-1])
+        best, smallest = fitting[0] if fitting else None, plans[-1]
         for plan in filter(None, (best, smallest)):
             plan.check()
         return replace(found, plan=best, smallest=smallest, baseline=self.baseline)
-
-    def _with_gradients_later(self, plan: Plan, budget: int | None = None, accepts: Accepts | None = None) -> Plan:
-        if self.later is None or not (self.graph.fuses and plan.keeps_its_sequence):
-            return plan
-        with self.later.beside(SETTINGS.search.gradients_later_share) as limit:
-            return with_gradients_later(plan, limit, budget, accepts or bool)
 
     def _inside(self, accepts: Accepts | None) -> Accepts | None:
         return None if accepts is None else lambda plan: accepts(self.completed(plan))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -26,11 +26,10 @@ from autoremat.planner.graph.schedule import build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation, pareto_front
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.greedy_fill import fill
-from autoremat.planner.search.least_peak import lowered, relaxed, reordered
+from autoremat.planner.search.least_peak import lowered, relaxed
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.peak_bound import PeakBound
+from autoremat.planner.search.peak_bound import bound_on_peak
 from autoremat.planner.search.plans_with_stays import PlansWithStays
 from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
@@ -239,20 +238,13 @@ class Search:
 
     @cached_property
     def peak_bound(self) -> int:
-        """Lower bound on the peak of one call under any plan that keeps the graph's sequence."""
+        """Lower bound on the peak of one call under any plan."""
         with self.limit.unit():
-            return PeakBound(self.graph).peak_bytes()
-
-    @contextmanager
-    def _beside(self, share: float) -> Iterator[WorkLimit]:
-        """Gives a search that is made once, for all budgets, a share of work beside theirs."""
-        with self.limit.beside(share) as limit:
-            yield limit
-        self.lacks_candidates = self.lacks_candidates or limit.interrupted
+            return self.graph.derived(bound_on_peak)
 
     @cached_property
-    def lowest_in_sequence(self) -> Plan:
-        """The plan of the minimum peak found that keeps the graph's sequence.
+    def lowest(self) -> Plan:
+        """The plan of the minimum peak found.
 
         It is the same for every budget, so a later search can reproduce it. The search for it takes no work from one for a
         budget.
@@ -261,35 +253,17 @@ class Search:
             return self.smallest
         by_peak = {plan.peak_bytes: plan for plan in reversed(self.unfilled) if not plan.schedule.stays}
         starts = [by_peak[peak] for peak in sorted(by_peak)[: SETTINGS.least_peak.starts]]
-        with self._beside(SETTINGS.least_peak.share) as limit:
+        with self.limit.beside(SETTINGS.least_peak.share) as limit:
             found = lowered(starts, self.peak_bound, limit)
+        self.lacks_candidates = self.lacks_candidates or limit.interrupted
         return min(self.smallest, found, key=lambda p: (p.peak_bytes, p.cost_seconds))
-
-    @cached_property
-    def lowest(self) -> Plan:
-        """The plan of the minimum peak found, in any sequence of the backward. It too depends on no budget."""
-        first = self.lowest_in_sequence
-        if Strategies.LOWER | Strategies.REORDER not in self.strategies or self.graph.single_phase:
-            return first
-        found = [first]
-        if not first.schedule.stays:
-            with self._beside(SETTINGS.least_peak.share) as limit:
-                found.append(reordered(first, limit))
-        if Strategies.RUN_LATER in self.strategies and self.graph.fuses:
-            with self._beside(settings.gradients_later_share) as limit:
-                found.append(with_gradients_later(first, limit))
-        return min(found, key=lambda plan: plan.peak_bytes)
-
-    def lowest_for(self, budget: int) -> Plan:
-        """Returns the plan of the minimum peak found. The backward is reordered only for budgets that demand it."""
-        return self.lowest_in_sequence if self.lowest_in_sequence.peak_bytes <= budget else self.lowest
 
     def lowered_to(self, budget: int) -> Plan | None:
         """Returns the plan of the minimum peak found without the recomputation that ``budget`` bytes do not demand, if it fits.
 
         It is for budgets that no other plan keeps to.
         """
-        lowest = self.lowest_for(budget)
+        lowest = self.lowest
         if lowest.peak_bytes > budget:
             return None
         with self.limit.beside(SETTINGS.least_peak.share) as limit:

@@ -12,13 +12,10 @@ from autoremat.planner.graph.op import Inlining, Kind
 
 
 class CertainFusion:
-    """The values of a graph that are materialised, or inlined, under every plan. Without fusion, all are materialised.
+    """The values of a graph that are materialised, or inlined, under every plan. Without fusion, all are materialised."""
 
-    With ``keeps_sequence``, only plans count whose backward's own ops keep the graph's sequence.
-    """
-
-    def __init__(self, graph: Graph, keeps_sequence: bool = True) -> None:
-        self.graph, self.keeps_sequence = graph, keeps_sequence
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
         self.gradients = frozenset(graph.backward_outputs)
         self._inlined: dict[int, bool] = {}  # values that are neither here nor materialised are uncertain
         self.materialised: list[bool] = [value.producer is not None for value in graph.values]
@@ -42,10 +39,7 @@ class CertainFusion:
         certain = self._decides_inlining(index, readers)
         if certain is not None:
             self._inlined[value] = certain
-        # A result that is not inlined can still be computed in the same loop as its readers, but not if one is a reduction, and
-        # not across an extern kernel.
-        if not self.keeps_sequence:
-            return certain is False and any(graph.ops[reader].kind is Kind.REDUCTION for reader in readers)
+        # A result that is not inlined can still be computed in the same loop as its readers, but not across an extern kernel.
         stretch = graph.ops[index : max(readers, default=index)]
         return certain is False and any(op.kind is Kind.EXTERN for op in stretch)
 

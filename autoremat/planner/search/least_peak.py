@@ -28,9 +28,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.gradients_first import with_gradients_first
 from autoremat.planner.search.later_recomputation import IdleValues, with_backward
-from autoremat.planner.search.peak_bound import bound_in_any_sequence
 from autoremat.planner.search.work_limit import SIMULATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
@@ -55,15 +53,6 @@ def lowered(starts: Sequence[Plan], bound: int, limit: WorkLimit) -> Plan:
         improves = found.peak_bytes < best.peak_bytes
         best, failures = (found, 0) if improves else (best, failures + 1)
     return relaxed(best, best.peak_bytes, limit)
-
-
-def reordered(plan: Plan, limit: WorkLimit) -> Plan:
-    """Returns the plan of the least peak found from ``plan``, which has no stays, with gradients first; or ``plan`` itself."""
-    graph, schedule = plan.graph, with_gradients_first(plan.graph, plan.schedule)
-    if schedule == plan.schedule:
-        return plan
-    found = lowered([Plan.of(graph, schedule, "least peak")], graph.derived(bound_in_any_sequence), limit)
-    return found if found.peak_bytes < plan.peak_bytes else plan
 
 
 def relaxed(plan: Plan, budget: int, limit: WorkLimit) -> Plan:

@@ -29,7 +29,7 @@ A recomputed result that fusion does not materialise takes no bytes at ``t``. Bu
 its readers have run, and it has been paid for. That is as if its op ran behind ``t``, so the cut counts it so.
 
 These bounds hold for every plan that runs the forward and the backward's own ops once, in the given sequence, and recomputes in
-the backward as often as it likes. The bound on the peak holds for any sequence of the backward's own ops.
+the backward as often as it likes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.certain_fusion import CertainFusion
 from autoremat.planner.search.forward_points import ForwardPoints
 from autoremat.planner.search.min_cut import Cut, MinCut
-from autoremat.planner.search.peak_bound import bound_in_any_sequence
+from autoremat.planner.search.peak_bound import bound_on_peak
 from autoremat.planner.search.relief import Relief
 from autoremat.planner.settings import SETTINGS
 
@@ -63,8 +63,7 @@ class Bounds(Protocol):
     """Lower bounds on all plans of a graph."""
 
     def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the sequence; infinite
-        if none fits."""
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits."""
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
@@ -163,8 +162,7 @@ class Moments:
         return mincut.cut(price, free=self._there(moment), needs=self.read_later[moment], traffic=traffic)
 
     def seconds(self, budget: int, traffic: bool = True) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes that keep the sequence; infinite
-        if none fits.
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits.
 
         Without ``traffic``, it is one on their added seconds. Once the limit has passed, program points that are left give no
         bound.
@@ -250,14 +248,11 @@ class Moments:
         """Returns a lower bound on the peak of any plan."""
         border = int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
         with self.limit.unit():
-            running = max(working_set_bytes(self.graph), self.graph.derived(bound_in_any_sequence))
+            running = max(working_set_bytes(self.graph), self.graph.derived(bound_on_peak))
         return self.beside_bytes + max(running, border if self.others else 0)
 
     def moment_bytes(self) -> int:
-        """Returns a lower bound on the bytes that are live at the program points: their maximum over all points.
-
-        Plans that reorder the backward may have less.
-        """
+        """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""
         known = [m for m in self.chosen if m in self._least or not self.limit.has_passed()]
         return int(max((self._least_bytes(m) - self._room(m, 0) for m in known), default=0.0))
 

@@ -17,9 +17,6 @@ Where an op reads a value of the forward, some op computed it last. If it ran ag
 then, beside all that later ops need. From there on the value was live, too. The least peak over all such places is a bound.
 
 Both bounds hold for all plans whose backward runs its own ops once and in sequence, with any recomputation.
-
-In *any* sequence, only what an op depends on has surely run before it, and what depends on it has not. Of the others, the cut
-chooses those that have run: an op on the side of the source has, with all that it depends on. Only the first bound is one then.
 """
 
 from __future__ import annotations
@@ -39,16 +36,16 @@ INFINITE = 1 << 60
 """Capacity of arcs that no cut contains: more than the bytes of any graph."""
 
 
-def bound_in_any_sequence(graph: Graph) -> int:
-    """Returns the lower bound on the peak of one call, whatever the sequence of the backward's own ops."""
-    return PeakBound(graph, keeps_sequence=False).peak_bytes()
+def bound_on_peak(graph: Graph) -> int:
+    """Returns the lower bound on the peak of one call."""
+    return PeakBound(graph).peak_bytes()
 
 
 class PeakBound:
-    """The lower bound of one graph with a backward, whose own ops keep the graph's sequence if ``keeps_sequence``."""
+    """The lower bound of one graph with a backward."""
 
-    def __init__(self, graph: Graph, keeps_sequence: bool = True) -> None:
-        self.graph, self.count, self.keeps_sequence = graph, len(graph.ops), keeps_sequence
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.count = graph, len(graph.ops)
         self.outputs = frozenset(graph.forward_outputs).intersection(graph.forward_values)
         self.gradients = frozenset(graph.backward_outputs).difference(graph.forward_values)
         self.bytes = [min([value.bytes, *(form.device_bytes for form in value.forms)]) for value in graph.values]
@@ -58,7 +55,7 @@ class PeakBound:
         self.last_read = [max(readers, default=-1) for readers in graph.readers]
         for value in graph.backward_outputs:
             self.last_read[value] = self.count
-        self.fusion = CertainFusion(graph, keeps_sequence)
+        self.fusion = CertainFusion(graph)
         self.materialised = self.fusion.materialised
         self.inlined = [self.fusion.is_inlined(value) for value in range(len(graph.values))]
         self.runs_once = [not self._can_run_again(index) for index in range(self.count)]
@@ -132,38 +129,18 @@ class PeakBound:
 
         The values ``live`` are live beside those of the caller.
         """
-        ran, left = self._surely(index, place)
+        ran = np.arange(self.count) < place
         certain = self.outputs | live.union(value for value in self.gradients if ran[self.producer[value]])
         self.flow.set_arcs_capacity(self.once, np.where(ran[self.single], INFINITE, 0))
-        self.flow.set_arcs_capacity(self.later, np.where(left[self.graph.num_forward :], INFINITE, 0))
+        self.flow.set_arcs_capacity(self.later, np.where(ran[self.graph.num_forward :], 0, INFINITE))
         self.flow.set_arcs_capacity(self.hold, np.where(np.isin(self.values, list(certain)), 0, self.prices))
         self.flow.solve(self.source, self.sink)
         self.cuts_left -= 1
         bytes_ = sum(self.graph.values[value].bytes for value in certain)
         return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + bytes_ + int(self.flow.optimal_flow())
 
-    def _surely(self, index: int, place: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Returns, for each op, True if it has surely run, and True if it surely has not. See :meth:`least`."""
-        graph, ops = self.graph, np.arange(self.count)
-        if self.keeps_sequence:
-            return ops < place, ops >= place
-        ran, left = ops < graph.num_forward, np.zeros(self.count, dtype=np.bool_)
-        ran[list(graph.ancestors([index]))] = True
-        left[list(self._dependents(index))] = True
-        ran[index], left[index] = place > index, place <= index
-        return ran, left
-
-    def _dependents(self, index: int) -> set[int]:
-        """Returns the ops that depend on op ``index`` of the backward, and the op itself."""
-        found, stack = {index}, [index]
-        while stack:
-            further = {reader for value in self.graph.made[stack.pop()] for reader in self.graph.readers[value]} - found
-            found |= further
-            stack += further
-        return found
-
     def _certain_bytes(self, index: int, place: int, live: set[int]) -> int:
-        """Returns the bytes that are live beside the cut if the backward keeps its sequence: tangents, workspace, the values
+        """Returns the bytes that are live beside the cut: tangents, workspace, the values
         ``live`` and those of the caller."""
         beside = sum(self.graph.values[value].bytes for value in live if not self.is_held(value, place))
         return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + int(self.held_bytes[place]) + beside
@@ -207,7 +184,7 @@ class PeakBound:
             if most[index] <= found:
                 break
             found = max(found, self.bytes_at(index))
-        for index in sorted(backward, key=lambda index: (-most[index], index)) if self.keeps_sequence else ():
+        for index in sorted(backward, key=lambda index: (-most[index], index)):
             for value in sorted(self.read(index)):
                 if self.can_be_repeated(value):
                     found = max(found, self.bytes_of_reading(value, index, found))

@@ -12,7 +12,6 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.least_peak import recreated
 from autoremat.planner.search.lower_bounds import Bounds, Moments
@@ -106,13 +105,12 @@ class Planner:
         best = self.choose(budget_bytes, accepts=accepts)
         search, smallest, is_searched = self.search, self.search.smallest, False
         if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
-            smallest = search.lowest_for(budget_bytes)
+            smallest = search.lowest
             is_searched = smallest.peak_bytes > budget_bytes
-        seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes, best)
+        seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes)
         if best is not None and budget_bytes is not None and accepts is None:
             best = self._recreated(best, budget_bytes, seconds)
             seconds = min(seconds, best.cost_seconds)
-        best = None if best is None else self._as_run(best, budget_bytes, accepts)
         ends = (search.is_limited, self.ended_by_clock)
         return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends, is_searched)
 
@@ -129,19 +127,6 @@ class Planner:
             self.search.lowered.append(found)  # so that a larger budget of this planner never costs more, until it restarts
         return found
 
-    def _as_run(self, plan: Plan, budget: int | None = None, accepts: Callable[[Plan], bool] | None = None) -> Plan:
-        """Returns ``plan`` with gradients later, if its code keeps its sequence. Inductor orders other code itself."""
-        if not self.graph.fuses or Strategies.RUN_LATER not in self.strategies:
-            return plan
-        fastest = None if plan.keeps_its_sequence else self.search.best(None, accepts or bool)
-        if fastest is not None and plan.cost_seconds <= fastest.cost_seconds:
-            return plan
-        with _without_garbage_collection(), self.limit.beside(settings.gradients_later_share) as limit:
-            found = with_gradients_later(plan, limit, budget, accepts or bool)
-        if found is not plan:
-            self.check(found)
-        return found
-
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
 
@@ -150,26 +135,15 @@ class Planner:
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
         ends = (self.limit.interrupted, self.ended_by_clock)
-        return PlanningResult(fitting, self.baseline, plan, self._least_bytes(), self._least_seconds(limit, fitting), 1, *ends)
+        return PlanningResult(fitting, self.baseline, plan, self._least_bytes(), self._least_seconds(limit), 1, *ends)
 
     def _least_bytes(self) -> int:
-        """Returns the proven lower bound on the peak of any plan, in any sequence of the backward's own ops."""
+        """Returns the proven lower bound on the peak of any plan."""
         return self.moments.peak_bytes()
 
-    def _least_seconds(self, budget: int, plan: Plan | None) -> float:
-        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits.
-
-        It holds for plans in the graph's sequence, of which ``plan`` is the best. It is 0 if no such plan fits, but one in
-        another sequence does or might.
-        """
-        if budget < self._least_bytes():
-            return math.inf
-        seconds = self.moments.seconds(budget)
-        if not math.isfinite(seconds):
-            return 0.0
-        if plan is None or plan.schedule.keeps_sequence(self.graph):
-            return seconds
-        return min(seconds, plan.cost_seconds)
+    def _least_seconds(self, budget: int) -> float:
+        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
+        return math.inf if budget < self._least_bytes() else self.moments.seconds(budget)
 
     def choose(
         self,
@@ -194,7 +168,7 @@ class Planner:
                 best = search.cheapest(budget_bytes)
             smallest = search.smallest
             if best is None and budget_bytes is not None and accepts is None:
-                best, smallest = search.lowered_to(budget_bytes), search.lowest_for(budget_bytes)
+                best, smallest = search.lowered_to(budget_bytes), search.lowest
             for plan in filter(None, (best, smallest)):
                 self.check(plan)
         return best
@@ -210,14 +184,12 @@ class Planner:
         """
         descent = Descent(self.search, time)
         descent.run()
-        found = None if descent.best is None else self._as_run(descent.best)
-        if found is not None:
-            self.check(found)
-        judged = self.judge(found or self.smallest, None)
+        if descent.best is not None:
+            self.check(descent.best)
+        judged = self.judge(descent.best or self.smallest, None)
         return replace(
-            judged, plan=found, smallest=self.smallest, candidates=self.search.simulated,
-            interrupted=self.search.is_limited or time.limit.interrupted,
-            ended_by_clock=self.ended_by_clock or time.limit.ended_by_clock,
+            judged, plan=descent.best, smallest=self.smallest, candidates=self.search.simulated,
+            interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
         )  # fmt: skip
 
     def least_traffic(self) -> Plan:

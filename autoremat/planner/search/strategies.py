@@ -20,15 +20,6 @@ class Strategies(enum.Flag):
     """Stays, if values have forms."""
     LOWER = enum.auto()
     """The search for the least peak, if nothing else fits."""
-    REORDER = enum.auto()
-    """That search once more, with gradients that nothing reads computed as soon as they can be."""
-    RUN_LATER = enum.auto()
-    """Such gradients later in the plan that is chosen, where the ops around them then share a fused kernel."""
 
 
-IN_SEQUENCE = (
-    Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE | Strategies.STORE | Strategies.LOWER
-)
-"""Every strategy that keeps the sequence of the backward's own ops."""
-
-EVERY_STRATEGY = IN_SEQUENCE | Strategies.REORDER | Strategies.RUN_LATER
+EVERY_STRATEGY = ~Strategies(0)

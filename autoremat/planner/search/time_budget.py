@@ -1,22 +1,20 @@
 """The budget of time: the least peak of a step that takes little longer than under its plan without a budget.
 
-A time is the sum of the kernels of a step (:mod:`autoremat.planner.cost.durations`), with gradients behind the ops that share
-reads with those before them (:mod:`.gradients_later`). The search answers the opposite question: the least cost for a budget in
-bytes. :class:`Descent` therefore bisects over budgets. It looks for the least budget whose plan keeps the time.
+A time is the sum of the kernels of a step (:mod:`autoremat.planner.cost.durations`). The search answers the opposite question:
+the least cost for a budget in bytes. :class:`Descent` therefore bisects over budgets. It looks for the least budget whose plan
+keeps the time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 
 from autoremat.planner.plans.candidate import pareto_front
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.gradients_later import with_gradients_later
 from autoremat.planner.search.planning_result import ROUNDING
-from autoremat.planner.search.work_limit import WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -30,34 +28,20 @@ class TimeBudget:
     """The plan without a budget: the fastest one, or a slightly slower one whose peak torch's own partition does not exceed."""
     max_slowdown: float
     """Share of the seconds of ``plan`` by which a step may exceed them."""
-    limit: WorkLimit = field(default_factory=WorkLimit, compare=False)
-    """The work to move the gradients of all plans that are compared."""
-    _known: dict[int, tuple[Plan, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
         """Predicted seconds of the step under the plan without a budget."""
-        return self.seconds_of(self.plan)
-
-    def seconds_of(self, plan: Plan) -> float:
-        """Returns the predicted seconds of a step under ``plan``, with gradients later.
-
-        They are there if the code keeps the sequence of the plan. Other code Inductor orders itself, and as well.
-        """
-        if id(plan) not in self._known:
-            moved = with_gradients_later(plan, self.limit) if plan.graph.fuses else plan
-            self._known[id(plan)] = plan, moved.predicted_seconds
-        return self._known[id(plan)][1]
+        return self.plan.predicted_seconds
 
     def slowdown(self, plan: Plan) -> float:
         """Returns the share by which the step under ``plan`` takes longer than under the plan without a budget.
 
         It is negative for a faster plan, as that of a graph that chunks the loss.
         """
-        seconds = self.seconds_of(plan)
         if self.seconds:
-            return seconds / self.seconds - 1.0
-        return math.inf if seconds else 0.0
+            return plan.predicted_seconds / self.seconds - 1.0
+        return math.inf if plan.predicted_seconds else 0.0
 
     def keeps(self, plan: Plan) -> bool:
         """Returns True if the step under ``plan`` keeps to the time."""

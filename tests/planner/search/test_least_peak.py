@@ -9,18 +9,14 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import GraphBuilder, close_under_need, graphs, saved_sets, training_chain
+from strategies import GraphBuilder, graphs, training_chain
 
-import autoremat
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role, Trait
-from autoremat.planner.graph.schedule import build_schedule
-from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.graph.op import Role
 from autoremat.planner.search import planner as planner_module
-from autoremat.planner.search.gradients_first import with_gradients_first
 from autoremat.planner.search.least_peak import recreated, relaxed
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.strategies import EVERY_STRATEGY, IN_SEQUENCE, Strategies
+from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.work_limit import WorkLimit
 
 
@@ -64,54 +60,6 @@ def test_free_memory_spares_recomputation():
     assert spared.cost_seconds < lowest.cost_seconds
 
 
-def two_layers(trait: Trait = Trait.NONE, **fields: object) -> Graph:
-    """Two linear layers. The gradient of the second one's input is computed before that of its weight, which reads the input.
-
-    `trait` is that of the gradient of the input."""
-    build = GraphBuilder()
-    x = build.source(0)
-    first = build.op([x], 100)
-    out = build.op([first], 1)
-    tangent = build.source(0, Role.TANGENT)
-    of_input = build.op([tangent], 100, forward=False, traits=trait)
-    of_weight = build.op([tangent, first], 10, forward=False)
-    last = build.op([of_input, x], 10, forward=False)
-    return build.graph(forward_outputs=(out,), backward_outputs=(of_weight, last), saving_seconds_per_byte=0.0, **fields)
-
-
-@pytest.mark.parametrize("fuses", [False, True])
-def test_a_gradient_comes_first_where_no_other_plan_fits(fuses):
-    graph = two_layers(fuses=fuses)
-    planner = Planner(graph)
-    assert planner.search.lowest_in_sequence.peak_bytes == 211
-    in_sequence = planner.find(211)
-    assert in_sequence.plan is not None
-    assert in_sequence.plan.schedule.keeps_sequence(graph)
-    assert planner.find(210).plan.schedule.own(graph) == (3, 2, 4)
-    assert planner.find(210).lower_bound_seconds == 0.0
-    assert planner.lowest.peak_bytes == 121
-    assert planner.find(120).plan is None
-    assert planner.find(120).lower_bound_bytes <= 121
-    assert Planner(graph, strategies=IN_SEQUENCE).find(210).plan is None
-    assert autoremat.plan(graph, 210).status is Status.INFEASIBLE
-
-
-@pytest.mark.parametrize("trait", [Trait.COLLECTIVE, Trait.RANDOM, Trait.EFFECTFUL])
-def test_no_gradient_passes_an_effect(trait):
-    graph = two_layers(trait)
-    assert Planner(graph).lowest.peak_bytes == 211
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_gradients_come_first_in_any_schedule(data):
-    graph = data.draw(graphs(max_ops=20))
-    schedule = build_schedule(graph, close_under_need(graph, data.draw(saved_sets(graph))))
-    reordered = with_gradients_first(graph, schedule)
-    Plan.of(graph, reordered).check(ignores_recompute=True)
-    assert with_gradients_first(graph, reordered) == reordered
-
-
 @settings(max_examples=25, deadline=None)
 @given(graphs(max_ops=24))
 def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
@@ -120,7 +68,6 @@ def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
     lowest = planner.lowest
     lowest.check()
     assert planner.moments.peak_bytes() <= lowest.peak_bytes <= planner.smallest.peak_bytes
-    assert planner.search.peak_bound <= planner.search.lowest_in_sequence.peak_bytes
     assert Planner(graph).lowest.schedule == lowest.schedule
     fitting = Planner(graph).find(lowest.peak_bytes).plan
     assert fitting is not None
@@ -180,7 +127,6 @@ def test_recreated_schedules_fit_and_cost_no_more(graph, share):
     found.check()
     assert found.peak_bytes <= budget
     assert found.cost_seconds <= start.cost_seconds
-    assert found.schedule.own(graph) == start.schedule.own(graph)
     assert recreated(start, budget, 0.0, WorkLimit(1.0)).schedule == found.schedule
     assert recreated(start, budget, start.cost_seconds, WorkLimit(1.0)) is start
 

@@ -53,7 +53,7 @@ def test_no_candidate_beats_the_bounds(graph):
 def test_no_plan_of_the_least_peak_beats_the_bounds(graph):
     """Such a plan computes values again between their reads, so the program points behind the start count."""
     planner = Planner(graph)
-    for plan in (planner.search.lowest_in_sequence, planner.smallest):
+    for plan in (planner.lowest, planner.smallest):
         if plan.peak_bytes:
             assert planner.moments.seconds(plan.peak_bytes) <= plan.cost_seconds * (1 + 1e-6) + 1e-9
 

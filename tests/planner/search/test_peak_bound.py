@@ -11,63 +11,24 @@ from oracles import least_added_seconds
 from strategies import GraphBuilder, dags, graphs, runs_once, training_chain
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind, Role, Trait
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import peak_bound
 from autoremat.planner.search.later_recomputation import with_backward
-from autoremat.planner.search.lower_bounds import Moments
-from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.peak_bound import PeakBound, bound_in_any_sequence
+from autoremat.planner.search.peak_bound import PeakBound
 
 
 @st.composite
-def schedules(draw: st.DrawFn, graph: Graph, own: list[int] | None = None) -> Schedule:
-    """Any schedules: before each op of the backward, some ops of the forward run again. `own` is the backward's sequence."""
+def schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
+    """Any schedules: before each op of the backward, some ops of the forward run again."""
     again = [index for index in range(graph.num_forward) if not runs_once(graph.ops[index])]
     executions: list[int] = []
-    for index in own if own is not None else range(graph.num_forward, len(graph.ops)):
+    for index in range(graph.num_forward, len(graph.ops)):
         if again and draw(st.booleans()):
             executions += sorted(draw(st.sets(st.sampled_from(again), max_size=4)))
         executions.append(index)
     return with_backward(graph, executions)
-
-
-@st.composite
-def sequences(draw: st.DrawFn, graph: Graph) -> list[int]:
-    """The backward's own ops in any sequence in which each follows what it reads."""
-    left, found = list(range(graph.num_forward, len(graph.ops))), list[int]()
-    while left:
-        ready = [index for index in left if not set(graph.producers(graph.ops[index].inputs)).intersection(left)]
-        found.append(draw(st.sampled_from(ready)))
-        left.remove(found[-1])
-    return found
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_no_schedule_in_any_sequence_has_a_peak_below_the_bound(data):
-    graph = data.draw(graphs(max_ops=16))
-    bound = Moments(graph, MinCut(graph)).peak_bytes()
-    assert bound >= bound_in_any_sequence(graph)
-    for _ in range(4):
-        plan = Plan.of(graph, data.draw(schedules(graph, data.draw(sequences(graph)))))
-        assert bound <= plan.peak_bytes
-
-
-def test_the_bound_chooses_what_has_run():
-    """A gradient of a weight comes before that of the input or after it. Beside it, its result or what it reads is live."""
-    build = GraphBuilder()
-    kept = build.op([build.source(0)], 60, traits=Trait.RANDOM)
-    out = build.op([kept], 0)
-    tangent = build.source(0, Role.TANGENT)
-    wide = build.op([tangent], 100, forward=False)
-    of_weight = build.op([tangent, kept], 50, forward=False)
-    last = build.op([wide], 0, forward=False)
-    graph = build.graph(forward_outputs=(out,), backward_outputs=(of_weight, last))
-    assert PeakBound(graph).peak_bytes() == 210
-    assert bound_in_any_sequence(graph) == 150
-    assert Plan.of(graph, Schedule((0, 1), (3, 2, 4))).peak_bytes == 150
 
 
 @settings(max_examples=60, deadline=None)
