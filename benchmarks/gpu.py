@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 from emulated_cuda import library  # noqa: E402
 
-STAGES = ("tests", "rates", "launches", "offload", "duels", "reserved", "CUDA graphs")
+STAGES = ("tests", "rates", "launches", "offload", "duels", "CUDA graphs")
 """In the order of their worth."""
 
 TEST_FILES = ("training/test_cuda.py", "measure/test_peak.py", "training/test_practices.py")

@@ -1,7 +1,5 @@
 """Predicted and measured peaks on a CUDA device: six models under six budgets, with and without CUDA graphs.
 
-In the stage "reserved", the budgets count reserved bytes.
-
 `benchmarks/gpu.py` runs this script, several times if need be. Budgets lie between the smallest peak and the peak without a
 budget, both by the simulator. Each row has the peak of the plan, the replayed peak of its code and the allocator's peak.
 """
@@ -39,7 +37,6 @@ RANDOM = ("bert",)
 
 MODES: dict[str, dict[str, Any]] = {
     "launches": {},
-    "reserved": {"count": "reserved"},
     "CUDA graphs": {"triton.cudagraphs": True},
 }
 """Options of each way to run the same step, by the name of its stage."""
@@ -63,8 +60,6 @@ class Row:
     """The same without both."""
     pool_bytes: int | None
     """The part of the replayed peak that the pool of CUDA graphs keeps. None without CUDA graphs."""
-    predicted_reserved_bytes: int
-    """Segments for the code's allocations, by the replay of the allocator's rules."""
     measured: Memory
     """With CUDA graphs it is near nothing: the pool was allocated when the step was recorded."""
     reserved_since_compilation_bytes: int
@@ -92,18 +87,16 @@ def uncompiled(name: str) -> list[torch.Tensor] | None:
 
 
 @functools.cache
-def bounds(name: str, reserved: bool) -> tuple[float, float]:
-    """Returns the least and the largest budget of a model. The least one of reserved bytes can be too small."""
+def bounds(name: str) -> tuple[float, float]:
+    """Returns the least and the largest budget of a model."""
     report = planned(name)
     least, most = (peak + report.code_headroom_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
-    if reserved and report.reserved is not None:
-        most = report.reserved.bytes
     return least * MARGIN_OF_MINIMUM, most
 
 
 def row(name: str, mode: str, share: float) -> Line:
     """Returns the row of one unit. A budget below the smallest peak is replaced by one slightly above it."""
-    least, most = bounds(name, mode == "reserved")
+    least, most = bounds(name)
     try:
         return asdict(budgeted(name, mode, share, int(least + share * (most - least))))
     except BackendCompilerFailed as error:
@@ -135,7 +128,6 @@ def budgeted(name: str, mode: str, share: float, budget: int) -> Row:
         replayed_bytes=watch.attempts[-1].code_bytes,
         tensor_bytes=max(Lowered.of(halves).code_peaks.values()),
         pool_bytes=report.graph_pool_bytes,
-        predicted_reserved_bytes=0 if report.reserved is None else report.reserved.bytes,
         measured=measured,
         reserved_since_compilation_bytes=reserved,
         attempts=len(watch.attempts),
@@ -151,7 +143,7 @@ def not_recorded() -> Line:
 
 def units(mode: str, rehearsed: bool) -> list[Unit]:
     """Returns the units of a mode, the tightest budget of all models first."""
-    shares = SHARES[1:2] if rehearsed else SHARES[1::2] if mode == "reserved" else SHARES
+    shares = SHARES[1:2] if rehearsed else SHARES
     names = [(share, name) for share in shares for name in MODELS]
     recorded = mode != "CUDA graphs" or not rehearsed
     return [
@@ -168,7 +160,7 @@ def to_replayed(row: Line) -> float:
     """
     if row["pool_bytes"] is None:
         return float(row["measured"]["allocated_bytes"] / row["replayed_bytes"] - 1)
-    return float(row["reserved_since_compilation_bytes"] / row["predicted_reserved_bytes"] - 1)
+    return float(row["reserved_since_compilation_bytes"] / row["replayed_bytes"] - 1)
 
 
 def table_of(mode: str, rows: Sequence[Line]) -> Table:
@@ -176,7 +168,7 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
     table = Table(title=f"{mode}: peaks of forward and backward, MiB above the step's start; seconds of a step")
     table.add_column("model", no_wrap=True)
     for column in ("budget", "planned", "replayed", "allocated", "to replayed", "tensors", "requested", "to tensors",
-                   "reserved", "predicted", "to predicted", "since compiled", "pool", "attempts", "predicted, ms",
+                   "reserved", "since compiled", "pool", "attempts", "predicted, ms",
                    "measured, ms", "gradient's error"):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
@@ -188,8 +180,7 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
             *(mebibytes(allocated), f"{to_replayed(row):+.1%}"),
             *map(mebibytes, (tensors, requested)),
             "" if row["pool_bytes"] is not None else f"{requested / tensors - 1:+.1%}",
-            *reserved_cells(row),
-            mebibytes(row["reserved_since_compilation_bytes"]),
+            *map(mebibytes, (measured["reserved_bytes"], row["reserved_since_compilation_bytes"])),
             "" if row["pool_bytes"] is None else mebibytes(row["pool_bytes"]),
             str(row["attempts"]),
             *(f"{1e3 * row[key]:.2f}" for key in ("predicted_seconds", "measured_seconds")),
@@ -198,21 +189,9 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
     return table
 
 
-def reserved_cells(row: Line) -> tuple[str, str, str]:
-    """Returns the measured and the predicted reserved bytes, and their difference.
-
-    With CUDA graphs the measured step reserves next to nothing. Earlier rows have no prediction.
-    """
-    measured, predicted = row["measured"]["reserved_bytes"], row.get("predicted_reserved_bytes", 0)
-    if not predicted or row["pool_bytes"] is not None:
-        return mebibytes(measured), mebibytes(predicted) if predicted else "", ""
-    return mebibytes(measured), mebibytes(predicted), f"{measured / predicted - 1:+.1%}"
-
-
 def verdict(rows: Sequence[Line]) -> str:
     """Returns how the predictions compare with the card."""
-    counted = "reserved_bytes" if rows[0]["mode"] == "reserved" else "allocated_bytes"
-    excess = {f"{row['model']} at {row['share']:.0%}": row["measured"][counted] - row["budget_bytes"] for row in rows}
+    excess = {f"{row['model']} at {row['share']:.0%}": row["measured"]["allocated_bytes"] - row["budget_bytes"] for row in rows}
     over = [f"{name} by {by:,} bytes" for name, by in excess.items() if by > 0]
     errors = sorted(map(to_replayed, rows))
     parts = [f"{len(rows)} rows", ": ".join([f"{len(over)} over their budget", *([", ".join(over)] if over else [])])]

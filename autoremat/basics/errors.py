@@ -152,8 +152,6 @@ class BudgetInfeasible(AutorematError):
     """Further pieces of advice."""
     rank: int | None = None
     """The rank of a distributed job whose plan or budget fails; None for this process."""
-    allocated_bytes: int | None = None
-    """The allocated bytes of the plan of ``minimum_bytes``, if the budget counts reserved ones."""
     max_slowdown: float | None = None
     """The budget of time, as a share beyond the plan without a budget; None if there is none."""
     least_slowdown: float | None = None
@@ -220,10 +218,6 @@ class BudgetInfeasible(AutorematError):
             "minimum peak found at any slow-down": self.untimed_bytes,
             "proven lower bound": self.lower_bound_bytes,
         }
-        if self.allocated_bytes is not None:
-            names = ('asked for (memory_budget, count="reserved")', "least reserved bytes found", "proven lower bound")
-            figures = dict(zip(names, figures.values(), strict=False))
-            figures["allocated at the peak of that plan"] = self.allocated_bytes
         if self.gradient_bytes > GRADIENT_SHARE * self.minimum_bytes:
             figures["gradients in that peak"] = self.gradient_bytes
         if self._exceeds_device:

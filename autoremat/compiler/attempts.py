@@ -55,9 +55,7 @@ class Attempt:
     """Headroom of the plan below the budget; a negative number loosens the plan."""
     purpose: Purpose = Purpose.FIT
     code_peaks: Mapping[bool, int] = field(default_factory=dict)
-    """Peaks of the halves with generated code, in the bytes that the budget counts. A cache may answer for the others."""
-    allocated_peaks: Mapping[bool, int] | None = None
-    """The peaks in allocated bytes if the budget counts reserved ones; else None."""
+    """Peaks of the halves with generated code. A cache may answer for the others."""
     pool_bytes: int | None = None
     """Part of the peaks that the pool of CUDA graphs keeps. None without CUDA graphs."""
     limits: Mapping[bool, int | None] = field(default_factory=dict)
@@ -262,26 +260,17 @@ def code_peak_bytes(attempts: Sequence[Attempt]) -> int | None:
 
     If a half is the same as in an earlier attempt, a cache may answer for it. The earlier peak counts then.
     """
-    return _accepted_peak(attempts, lambda attempt: attempt.code_peaks)
-
-
-def allocated_peak_bytes(attempts: Sequence[Attempt]) -> int | None:
-    """Returns :func:`code_peak_bytes` in allocated bytes, whichever bytes the budget counts."""
-    return _accepted_peak(attempts, lambda attempt: attempt.allocated_peaks or attempt.code_peaks)
-
-
-def _accepted_peak(attempts: Sequence[Attempt], peaks_of: Callable[[Attempt], Mapping[bool, int]]) -> int | None:
     *earlier, last = attempts
     same = _with_the_last_plan(attempts)
     if last.purpose is Purpose.RETURN:  # to the first of them, which showed both halves
-        return max(peaks_of(same[0]).values(), default=0)
+        return same[0].peak_bytes
     peaks: dict[bool, int] = {}
     for attempt in earlier:
         for half, counted in attempt.code_peaks.items():
             if counted <= attempt.budget_bytes:
-                peaks[half] = max(peaks_of(attempt)[half], peaks.get(half, 0))
+                peaks[half] = max(counted, peaks.get(half, 0))
     for attempt in same:
-        peaks.update(peaks_of(attempt))
+        peaks.update(attempt.code_peaks)
     return max(peaks.values()) if len(peaks) == 2 else None
 
 

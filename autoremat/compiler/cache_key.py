@@ -49,7 +49,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], request: Request, may
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
         f"{torch.are_deterministic_algorithms_enabled()} {kernel_settings.float32_precision()}",
         device_name(device_of_inputs(gm, inputs)),
-        f"{settings_of_process()}" if device_of_inputs(gm, inputs).type == "cuda" else "",
+        settings_of_process() if device_of_inputs(gm, inputs).type == "cuda" else "",
         kernel_settings.machine_fingerprint(),
         compilers.configuration_fingerprint(),
         f"{process_groups.identity()} {may_repeat_collectives}",

@@ -27,13 +27,13 @@ from autoremat.compiler.attempts import (
     Infeasible,
     Rules,
     Verdict,
-    allocated_peak_bytes,
+    code_peak_bytes,
     pool_bytes,
     unused_reason,
     verdict_on,
 )
 from autoremat.compiler.cache_key import fingerprint, source_hash
-from autoremat.compiler.counting import Codes, expandable_remedy
+from autoremat.compiler.counting import Codes, code_unsplit_bytes
 from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.infeasibility import infeasible
@@ -46,7 +46,7 @@ from autoremat.compiler.plain_code import reference_by_code
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
-from autoremat.planner.memory.allocations import HalfAllocations, Kernel
+from autoremat.planner.memory.allocations import HalfAllocations, Kernel, beside_sizes
 from autoremat.report.kernel_seconds import timed
 from autoremat.report.op_bytes import kernels_of_executions
 from autoremat.report.report import Report
@@ -133,7 +133,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
         attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
         verdict = verdict or verdict_on(attempts, rules, planned.gain)
         if isinstance(verdict, Infeasible):
-            raise peers.named(_error(planned, verdict, attempts, codes))
+            raise peers.named(_error(planned, verdict))
         if not isinstance(verdict, Again):
             assert function is not None
             report = _completed(planned, attempts, earlier, record, is_estimate, codes)
@@ -191,15 +191,11 @@ def _known_report(record: Record) -> Report | None:
 
 def attempt_of(planned: BudgetedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:
     """Returns the facts about an attempt that decisions depend on. Adds the allocations of its code to ``codes``."""
-    headroom = step.headroom_bytes + planned.fragmentation_bytes
-    known = codes.note(headroom, lowered.allocations)
-    allocated = _allocated_peaks(planned, lowered.code_peaks, known)
-    counted = _reserved_peaks(planned, allocated, known) if planned.bounds_reserved else None
+    known = codes.note(step.headroom_bytes, lowered.allocations)
     return Attempt(
-        headroom_bytes=headroom,
+        headroom_bytes=step.headroom_bytes,
         purpose=step.purpose,
-        code_peaks=allocated if counted is None else counted,
-        allocated_peaks=None if counted is None else allocated,
+        code_peaks=_code_peaks(planned, lowered.code_peaks, known),
         pool_bytes=lowered.pool_bytes,
         limits={half: planned.limit_bytes(half) for half in (False, True)},
         slacks=planned.slacks,
@@ -212,34 +208,15 @@ def attempt_of(planned: BudgetedGraph, step: Again, lowered: Lowered, codes: Cod
     )
 
 
-def _allocated_peaks(
-    planned: BudgetedGraph, replayed: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
-) -> dict[bool, int]:
+def _code_peaks(planned: BudgetedGraph, replayed: Mapping[bool, int], known: Mapping[bool, HalfAllocations]) -> dict[bool, int]:
     """Returns the peaks of the halves with generated code, beside all else that is allocated. Blocks of CUDA count whole."""
-    plan, count = planned.plan, planned.count
-    unsplit = {
-        half: count.code_unsplit_bytes(plan, _until(half, known)) for half in replayed if count is not None and half in known
-    }
-    return {half: peak + plan.timeline.beside_bytes + unsplit.get(half, 0) for half, peak in replayed.items()}
-
-
-def _until(half: bool, known: Mapping[bool, HalfAllocations]) -> Mapping[bool, HalfAllocations]:
-    """Returns the halves that have run when ``half`` ends."""
-    return known if half else {False: known[False]}
-
-
-def _reserved_peaks(
-    planned: BudgetedGraph, allocated: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
-) -> dict[bool, int]:
-    """Returns the reserved bytes of the halves with generated code. Those of the backward include the forward's.
-
-    Code that could not be replayed reserves as much more than it allocates as the simulated plan does.
-    """
-    assert planned.count is not None
-    if not allocated.keys() <= known.keys():
-        fragmentation = planned.count.plan_bytes(planned.plan) - planned.plan.peak_bytes - planned.code_headroom_bytes
-        return {half: peak + max(0, fragmentation) for half, peak in allocated.items()}
-    return {half: planned.count.code_bytes(planned.plan, _until(half, known)) for half in allocated}
+    timeline, unsplit = planned.plan.timeline, dict[bool, int]()
+    if planned.priced.captured.runs_on == "cuda":
+        beside = beside_sizes(timeline)
+        for half in replayed.keys() & known.keys():
+            have_run = known if half else {False: known[False]}
+            unsplit[half] = code_unsplit_bytes(have_run, beside)
+    return {half: peak + timeline.beside_bytes + unsplit.get(half, 0) for half, peak in replayed.items()}
 
 
 def _decision(
@@ -265,21 +242,16 @@ def _completed(
     is_estimate: bool,
     codes: Codes,
 ) -> Report:
-    """Returns the report with the peak and the reserved bytes of the accepted code."""
-    report, peak, pool = planned.report, allocated_peak_bytes(attempts), pool_bytes(attempts)
+    """Returns the report with the peak of the accepted code."""
+    report, peak, pool = planned.report, code_peak_bytes(attempts), pool_bytes(attempts)
     halves = codes.note(attempts[-1].headroom_bytes, {})
-    if planned.count is not None and len(halves) == 2:
-        report = dataclasses.replace(report, reserved=planned.count.code_report(planned.plan, halves))
-    elif peak is None and record is not None and record.report is not None and record.report.reserved is not None:
-        report = dataclasses.replace(report, reserved=record.report.reserved)
     kernels = kernels_of_executions(planned.plan, {half: known.kernels for half, known in halves.items()})
     kernels, seconds = timed(planned.plan, kernels, {half: known.work for half, known in halves.items()})
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
         kernels, seconds = record.report.kernels, record.report.code_seconds
     if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
-        counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
-        report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
+        report = dataclasses.replace(report, budget_bytes=max(peak, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
     report = report.compiled(peak, len(attempts) - 1, reason)
     report = dataclasses.replace(report, graph_pool_bytes=pool, kernels=kernels, code_seconds=seconds)
@@ -288,22 +260,13 @@ def _completed(
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 
-def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
+def _error(planned: BudgetedGraph, verdict: Infeasible) -> Exception:
     """Returns the error for a graph whose code exceeds the budget with every plan that was tried."""
     report, planning = planned.report, planned.planning
     request, card = planned.context.request, planned.context.cuda_name
     room = (report.budget_bytes or 0) - max(0, verdict.minimum_bytes - planning.smallest.peak_bytes)
     sizes = note_on_sizes(planned.priced.joint.module.graph)
-    remedies: tuple[str, ...] = (sizes, host_remedy(planned.priced.captured, planning.smallest, request, card, room))
-    allocated = None
-    if planned.count is not None and planned.bounds_reserved:
-        least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)
-        allocated = max((least.allocated_peaks or {}).values(), default=None)
-        if halves := codes.note(least.headroom_bytes, {}):
-            reserved = planned.count.code_report(planned.plan, halves)
-            remedies = (expandable_remedy(reserved, report.budget_bytes or 0), *remedies)
-    error = infeasible(
-        planning, request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes, remedies, allocated,
-        plan_file=planned.plan_file,
-    )  # fmt: skip
+    remedies = (sizes, host_remedy(planned.priced.captured, planning.smallest, request, card, room))
+    budget, least = report.budget_bytes or 0, verdict.minimum_bytes
+    error = infeasible(planning, request.limits, budget, report.device, least, remedies, plan_file=planned.plan_file)
     return error.asked_as(report.budget_share, report.reference_bytes)

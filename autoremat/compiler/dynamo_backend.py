@@ -30,7 +30,6 @@ from autoremat.compiler import records
 from autoremat.compiler.absent_backward import warn_without_backward
 from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, warn_of_rnn, what_dynamo_said
 from autoremat.compiler.compile_loop import compile_graph, compile_uncompiled
-from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.dynamic_shapes import Sizes, sizes_to_plan_for
 from autoremat.compiler.early_gradients import checked, compiled_in_parts
 from autoremat.compiler.interception import active_interceptor
@@ -155,7 +154,6 @@ def _compile_whole(source: GraphSource, options: Options, around: Surroundings) 
 def _compile_request(source: GraphSource, request: Request, around: Surroundings) -> Compiled:
     """Returns the graph compiled for the largest sizes whose plan fits, which Dynamo then guards."""
     request = request_in_split(source, request, around)
-    warn_without_effect(request, around.device.type)
     *larger, present = sizes_to_plan_for(source.inputs, request.limits)
     for sizes in larger:
         try:

@@ -9,7 +9,6 @@ from typing import Any
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.counting import Count, expandable_remedy
 from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.joint_graph import PlanningContext
@@ -55,7 +54,6 @@ def infeasible(
     device: str,
     minimum: int,
     remedies: Iterable[str],
-    allocated: int | None = None,
     **figures: Any,
 ) -> BudgetInfeasible:
     """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
@@ -69,11 +67,10 @@ def infeasible(
         "budget_bytes": budget,
         "minimum_bytes": minimum,
         "lower_bound_bytes": planning.lower_bound_bytes,
-        "occupants": occupants_of(smallest, minimum if allocated is None else allocated),
+        "occupants": occupants_of(smallest, minimum),
         "device": device,
         "remedies": (*limits.remedies(minimum - budget), *remedies, *(part.remedy for part in parts[:1])),
         "parts": tuple((part.name, part.bytes) for part in parts),
-        "allocated_bytes": allocated,
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),
     }
@@ -82,13 +79,8 @@ def infeasible(
     return BudgetInfeasible(**figures)
 
 
-def no_plan_fits(
-    choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int, bounded: Count | None
-) -> BudgetInfeasible:
-    """Returns the error that names the minimum peak found, and that without constraints if there are any.
-
-    If the budget counts reserved bytes, the minimum is the reserved bytes of the plan of the minimum peak.
-    """
+def no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int) -> BudgetInfeasible:
+    """Returns the error that names the minimum peak found, and that without constraints if there are any."""
     chosen, limits = choice.taken, context.request.limits
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
@@ -106,12 +98,8 @@ def no_plan_fits(
         least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
     own = remedies_for_model(smallest, chosen.priced.graph)
     remedies: tuple[str, ...] = (choice.remedy, note_on_sizes(chosen.priced.joint.module.graph), host, *own)
-    reserved = None if bounded is None else bounded.plan_report(smallest)
-    if reserved is not None:
-        remedies = (expandable_remedy(reserved, budget), *remedies)
     return infeasible(
-        chosen.planning, limits, budget, device, least if reserved is None else reserved.bytes, remedies,
-        None if reserved is None else least, plan_file=chosen.plan_file, unconstrained_bytes=unconstrained,
+        chosen.planning, limits, budget, device, least, remedies, plan_file=chosen.plan_file, unconstrained_bytes=unconstrained,
         is_simulated=context.request.fuses, loss_chunks=chosen.chunks,
     )  # fmt: skip
 

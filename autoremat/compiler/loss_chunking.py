@@ -42,8 +42,6 @@ class ChunkingCandidate:
     chunks: int = 1
     plan_file: str | None = None
     """Name of the plan file that is applied instead of a search."""
-    fragmentation_bytes: int = 0
-    """Bytes by which the plan stays below a budget on reserved bytes, because more is reserved than allocated."""
     time: TimeBudget | None = None
     """The budget of time; None if there is none."""
     least: Plan | None = None

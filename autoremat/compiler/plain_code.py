@@ -16,8 +16,7 @@ from autoremat.basics.errors import BudgetWarning, find_cause, is_user_error
 from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.cache_key import fingerprint
-from autoremat.compiler.counting import Count
-from autoremat.compiler.headroom import headroom_of
+from autoremat.compiler.counting import code_unsplit_bytes
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, Reference, price_graph
 from autoremat.compiler.lowering import EAGER_BACKWARD, GraphSource
 from autoremat.compiler.partitioner import Partitioner
@@ -137,12 +136,11 @@ class _AsTorchDoes:
         graph = self.priced.graph
         held = [*({**self.saved, **self.returned}.values())]
         beside = [*((graph.in_flight - 1) * held), graph.resident_bytes]
-        count = Count.of(self.priced, self.context, headroom_of(self.priced, self.context))
         size = max(half.peak_bytes for half in halves.values()) + sum(beside)
         allocations = {is_backward: half.allocations for is_backward, half in halves.items()}
         known = {is_backward: one for is_backward, one in allocations.items() if one is not None}
-        if count is not None and len(known) == 2:
-            size = count.bytes_beside(known, beside, size)
+        if self.priced.captured.runs_on == "cuda" and len(known) == 2:
+            size += code_unsplit_bytes(known, beside)
         return Reference(size, CODE, sum(self.saved.values()))
 
 

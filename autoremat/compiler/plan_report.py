@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoremat.basics.progress import now
-from autoremat.compiler.counting import Count
+from autoremat.compiler.counting import note_on_settings
 from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.infeasibility import memory_notes
 from autoremat.compiler.joint_graph import PlanningContext, Reference
@@ -28,7 +28,6 @@ class ReportedPlan:
     plan: Plan
     planning: PlanningResult
     code_headroom_bytes: int
-    count: Count | None
     reference: Reference | None
     """The reference peak, of which the budget is a share; None if the budget is none."""
     budget: int | None
@@ -38,13 +37,13 @@ class ReportedPlan:
 def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Report:
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
     now("describing the plan")
-    taken, whole, reference, count = facts.choice.taken, facts.choice.whole, facts.reference, facts.count
+    taken, whole, reference = facts.choice.taken, facts.choice.whole, facts.reference
     captured, limits = taken.priced.captured, context.request.limits
     share = taken.priced.step_share(limits)
     return Report.of(
         facts.planning,
         facts.plan,
-        facts.code_headroom_bytes + context.extra_headroom_bytes + taken.fragmentation_bytes,
+        facts.code_headroom_bytes + context.extra_headroom_bytes,
         budget_bytes=facts.budget,
         budget_share=None if reference is None else limits.reference_share,
         reference_bytes=None if reference is None else reference.bytes,
@@ -64,26 +63,17 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         unknown_workspaces=captured.unknown_workspaces,
         accumulated_bytes=taken.priced.accumulated_bytes,
         constraint_warnings=taken.constrained.warnings,
-        reserved=None if count is None else count.plan_report(facts.plan),
-        count="reserved" if count is not None and count.is_bounded else "allocated",
         device_ledger=limits.ledger,
         host_memory_bytes=limits.host_bytes,
         unused_forms=taken.priced.unused_forms,
         notes=(
             *((share.note,) if share is not None and share.note else ()),
-            *_notes_on(count),
-            *filter(None, [note_on_sizes(taken.priced.joint.module.graph)]),
+            *filter(None, [note_on_settings(captured.runs_on), note_on_sizes(taken.priced.joint.module.graph)]),
             *memory_notes(facts.budget, captured.device.name),
         ),
         **time_figures(facts, limits),
         **dataclasses.asdict(taken.priced.pricing),
     )
-
-
-def _notes_on(count: Count | None) -> tuple[str, ...]:
-    """Returns a note on the settings of the allocator that the count of reserved bytes ignores; empty if there are none."""
-    ignored = () if count is None else count.settings.ignored
-    return (f"reserved bytes are counted without {', '.join(ignored)}",) if ignored else ()
 
 
 def time_figures(facts: ReportedPlan, limits: Limits) -> dict[str, Any]:

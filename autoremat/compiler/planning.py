@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from autoremat.basics.errors import PlanFileError
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.counting import Count, find_within, judged
 from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
@@ -119,17 +118,8 @@ class BudgetedGraph(PlannedGraph):
     """Bytes that generated code may need above the simulated peak."""
     is_last_plan: bool
     """True if no other plan can be tried: the plan is stored, or it has the minimum peak because none fits in simulation."""
-    count: Count | None
-    """Counts reserved bytes; None on other devices than CUDA."""
     plan_file: str | None = None
     """Name of the plan file that is applied instead of a search."""
-    fragmentation_bytes: int = 0
-    """Bytes by which the plan stays below a budget on reserved bytes, because more is reserved than allocated."""
-
-    @property
-    def bounds_reserved(self) -> bool:
-        """True if the budget bounds reserved bytes."""
-        return self.count is not None and self.count.is_bounded
 
     def gain(self, headroom_bytes: int) -> float:
         """Returns the share of the step's seconds that the plan for another headroom saves.
@@ -173,12 +163,9 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
         planner.restart()
     planner, _ = planner_of(priced, context, soft_budget, earlier)
     headroom = headroom_of(priced, context)
-    count = Count.of(priced, context, headroom)
-    bounded = count if count is not None and count.is_bounded else None
-    counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
-    reference = reference_of(priced, context, planner, counted, earlier.torchs_plans)
+    reference = reference_of(priced, context, planner, headroom, earlier.torchs_plans)
     budget = budget_of(context, reference)
-    candidates = _CandidateSearch(context, soft_budget, budget, headroom, bounded, earlier, reference)
+    candidates = _CandidateSearch(context, soft_budget, budget, headroom, earlier, reference)
     choice = choose_parts(priced, context, candidates.candidate)
     chosen = choice.taken
     by_clock = earlier.ended_by_clock or (context.told is not None and context.told.ended_by_clock)
@@ -189,7 +176,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
         ended_by_clock=by_clock,
     )
     plan = _plan_within(candidates, choice)
-    facts = ReportedPlan(choice, plan, planning, headroom, count, reference, budget, soft_budget)
+    facts = ReportedPlan(choice, plan, planning, headroom, reference, budget, soft_budget)
     return BudgetedGraph(
         priced=chosen.priced,
         context=context,
@@ -199,9 +186,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
         planner=None if chosen.plan_file is not None else chosen.planner,
         code_headroom_bytes=headroom,
         is_last_plan=chosen.plan_file is not None or chosen.planning.plan is None,
-        count=count,
         plan_file=chosen.plan_file,
-        fragmentation_bytes=chosen.fragmentation_bytes,
     )
 
 
@@ -214,8 +199,6 @@ class _CandidateSearch:
     budget: int | None
     headroom: int
     """Bytes of the budget that stay free for generated code."""
-    bounded: Count | None
-    """Counts the bytes of a budget on reserved bytes; None for a budget on allocated bytes."""
     earlier: EarlierSearches
     reference: Reference | None
     """The reference peak, of which the budget is a share; None if the budget is none."""
@@ -232,8 +215,6 @@ class _CandidateSearch:
             return self._searched(priced, chunks, planner, constrained, time)
         file_name, plan = stored
         found = planner.judge(plan, self.budget)
-        if self.bounded is not None and self.budget is not None:
-            found = judged(self.bounded, self.budget, found)
         return ChunkingCandidate(priced, planner, constrained, found, chunks, file_name, time=time)
 
     def _time(self, planner: PlanSource, priced: PricedGraph) -> TimeBudget | None:
@@ -247,21 +228,11 @@ class _CandidateSearch:
         self, priced: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None
     ) -> ChunkingCandidate:
         """Returns ``priced`` with the best plan that a search finds within the limits."""
-        budget, bounded, extra = self.budget, self.bounded, self.context.extra_headroom_bytes
-        limit = None if budget is None else budget - self.headroom - extra
-        least, fragmentation = None, 0
-        # A later attempt has a headroom that the code of an earlier one has shown.
-        if bounded is None or budget is None or limit is None or extra:
-            found = search(priced, self.context, planner, constrained, limit, time)
-            if time is not None and limit is not None:
-                found, least = _within_both(planner, found, limit, time)
-        else:
-            found, fragmentation = find_within(
-                bounded, budget, limit, lambda limit: search(priced, self.context, planner, constrained, limit)
-            )
-        return ChunkingCandidate(
-            priced, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=time, least=least
-        )
+        limit = None if self.budget is None else self.budget - self.headroom - self.context.extra_headroom_bytes
+        found, least = search(priced, self.context, planner, constrained, limit, time), None
+        if time is not None and limit is not None:
+            found, least = _within_both(planner, found, limit, time)
+        return ChunkingCandidate(priced, planner, constrained, found, chunks, time=time, least=least)
 
 
 def _plan_within(candidates: _CandidateSearch, choice: ChunkingChoice) -> Plan:
@@ -278,7 +249,7 @@ def _plan_within(candidates: _CandidateSearch, choice: ChunkingChoice) -> Plan:
     plan = plan or chosen.planning.smallest
     if context.request.must_fit and not chosen.priced.joint.is_region:
         if is_too_slow or not _may_fit(plan, chosen, context, candidates.budget):
-            error = no_plan_fits(choice, context, candidates.budget, candidates.headroom, candidates.bounded)
+            error = no_plan_fits(choice, context, candidates.budget, candidates.headroom)
             reference = candidates.reference
             raise error.asked_as(context.request.limits.reference_share, None if reference is None else reference.bytes)
     return plan
@@ -311,9 +282,7 @@ def planner_of(
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
     if known is not None:
         return known, constrained
-    # What the allocator reserves need not fall with the peak, so such a budget gets no lower peak.
-    strategies = EVERY_STRATEGY if request.count == "allocated" else EVERY_STRATEGY & ~Strategies.LOWER
-    host, graph = request.limits.host_bytes, constrained.graph
+    strategies, host, graph = EVERY_STRATEGY, request.limits.host_bytes, constrained.graph
     if bound:
         inner, left = set_aside(graph, bound, host)
         searched = new_planner(inner, request.time_limit, given, soft_budget, left, strategies)

@@ -57,7 +57,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
         log.warning("the budget may be exceeded by the workspaces of %s, which are not known: %s", names, "; ".join(advice))
     if not report.within_budget and report.budget_bytes is not None and not request.is_part:
         message = best_effort_message(
-            "the step", report.counted_bytes, report.budget_bytes, report.budget_share, report.reference_bytes or 0
+            "the step", report.peak_bytes, report.budget_bytes, report.budget_share, report.reference_bytes or 0
         )
         warn_user(message + excuse, BudgetWarning)
     warn_of_unused_forms(report.unused_forms)

@@ -7,8 +7,6 @@ the layout copies that Inductor makes. Under ``aot_eager`` torch makes the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
@@ -31,14 +29,13 @@ def reference_of(
     priced: PricedGraph,
     context: PlanningContext,
     planner: PlanSource,
-    counted: Callable[[Plan], int],
+    headroom: int,
     torchs_plans: list[Plan],
 ) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
-    A share of 1 refers at least to the smallest plan, so that it is feasible. ``counted`` returns the bytes of a plan that the
-    budget counts. ``torchs_plans`` are those of earlier attempts; a new one is added. The time limit of ``planner`` begins
-    afterwards.
+    A share of 1 refers at least to the smallest plan, so that it is feasible. ``headroom`` is the code's. ``torchs_plans``
+    are those of earlier attempts; a new one is added. The time limit of ``planner`` begins afterwards.
     """
     limits = context.request.limits
     if limits.reference_share is None or priced.joint.is_region:
@@ -46,11 +43,11 @@ def reference_of(
     found = context.reference
     if found is None:
         source, plan = plan_without_us(priced, context, planner, torchs_plans)
-        found = Reference(counted(plan) + layout_copies_bytes(priced, plan), source, plan.saved_bytes)
+        found = Reference(plan.peak_bytes + headroom + layout_copies_bytes(priced, plan), source, plan.saved_bytes)
     least = planner.smallest if limits.takes_whole_reference else None
-    if least is None or counted(least) <= found.bytes:
+    if least is None or least.peak_bytes + headroom <= found.bytes:
         return found
-    return Reference(counted(least), SMALLEST, least.saved_bytes)
+    return Reference(least.peak_bytes + headroom, SMALLEST, least.saved_bytes)
 
 
 def plan_without_us(

@@ -36,7 +36,6 @@ DEFAULT_AUTO_HEADROOM = 512 * 2**20  # the CUDA context, cuBLAS workspaces and f
 COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated")
-COUNTS = ("allocated", "reserved")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 
 
@@ -66,7 +65,6 @@ class OptionValues(TypedDict, total=False):
     interconnect_bandwidth: float | str | None
     interconnect_latency: float | None
     agreement: str | Sequence[int]
-    count: str
     progress: bool
 
 
@@ -124,7 +122,6 @@ class Options:
         from the schedule of `torch.distributed.pipelining` that runs, and is 1 without one.
     - accumulate: True to count the gradients of earlier micro-batches, which are live beside a later one. None stands for True
         in a pipeline of several micro-batches, and for False elsewhere.
-    - count: the bytes that the budget bounds: "allocated", or on CUDA those "reserved" by the caching allocator.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
@@ -154,7 +151,6 @@ class Options:
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
     in_flight: int | None = None
     accumulate: bool | None = None
-    count: str = "allocated"
     progress: bool = field(default=True, compare=False)
     max_slowdown: float | str | None = None
     host_memory: int | str | None = None
@@ -191,7 +187,6 @@ class Options:
             "agreement": values.agreement(self.agreement),
             "in_flight": values.calls(self.in_flight),
             "accumulate": None if self.accumulate is None else flag(self.accumulate, "accumulate"),
-            "count": one_of(COUNTS, self.count, "count"),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
@@ -304,8 +299,6 @@ def _refuse_contradictions(normalised: Mapping[str, Any]) -> None:
     """Raises ``OptionsError`` for options that cannot be given beside each other."""
     if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
         raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
-    if normalised["max_slowdown"] is not None and normalised["count"] == "reserved":
-        raise OptionsError('max_slowdown searches among peaks of allocated bytes: leave it out, or leave out count="reserved"')
     if normalised["max_slowdown"] is not None and normalised["plan"]:
         raise OptionsError("`plan` applies a stored plan as it is: max_slowdown cannot be given beside it")
     if normalised["max_slowdown"] is not None and isinstance(normalised["memory_budget"], StepProfile):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.memory.allocations import Kernel
-from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
@@ -174,10 +173,6 @@ class ReportData:
     """Minimum peak found without chunking the loss. None if no such plan was searched."""
     room_left_because: str = ""
     """Reason why the compiled code needs much less than the budget. Empty if it does not, or if no code was generated."""
-    reserved: Reserved | None = None
-    """Bytes that CUDA's caching allocator reserves for the plan. None on other devices."""
-    count: str = "allocated"
-    """The bytes that the budget bounds: "allocated" or "reserved"."""
     ranks: tuple[int, ...] = ()
     """Ranks of a distributed job that share this plan. Empty if the process planned by itself."""
     unknown_workspaces: tuple[str, ...] = ()
@@ -255,14 +250,9 @@ class ReportData:
         return self.predicted_seconds if self.code_seconds is None else sum(self.code_seconds) + self.stall_seconds
 
     @property
-    def counted_bytes(self) -> int:
-        """The bytes that the budget bounds: the best-known peak, or the reserved bytes."""
-        return self.reserved.bytes if self.count == "reserved" and self.reserved is not None else self.peak_bytes
-
-    @property
     def within_budget(self) -> bool:
-        """True if the counted bytes are within the budget. Unknown workspaces are ignored."""
-        return self.budget_bytes is None or self.counted_bytes <= self.budget_bytes
+        """True if the peak is within the budget. Unknown workspaces are ignored."""
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
     @property
     def keeps_time(self) -> bool:

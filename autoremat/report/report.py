@@ -63,10 +63,9 @@ class Report(ReportData, Shown):
         gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
         over = "" if self.within_budget else ", OVER THE BUDGET"
         clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
-        reserved = f" ({format_bytes(self.counted_bytes)} reserved)" if self.count == "reserved" else ""
         stored = "" if self.stored is None else f", {self.stored.line()}"
         return (
-            f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{reserved}{over}, "
+            f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{over}, "
             f"recomputation {self.overhead:.1%} of the forward{stored}{gap}, "
             f"planned in {format_seconds(self.planning_seconds)}{clock}"
         )

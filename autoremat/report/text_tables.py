@@ -9,7 +9,6 @@ from autoremat.basics.display import PlainTable, named_figures
 from autoremat.basics.display import as_text as as_text
 from autoremat.basics.error_text import binding
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import NAMES, DeviceBudget
 from autoremat.report.data import ReportData, Total
 from autoremat.report.decisions import Decision, ForwardValue
@@ -74,8 +73,6 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         rows.append(("pool of CUDA graphs", pool))
     rows[1:1] = _budgets(report)
     rows += _chunks(report) + _other_forms(report)
-    if report.reserved is not None:
-        rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
         rows.append(("shared plan", f"of ranks {', '.join(map(str, report.ranks))}"))
     if report.unknown_workspaces:
@@ -91,7 +88,7 @@ def _budget_text(report: ReportData) -> str:
     if report.budget_bytes is None:
         soft = report.soft_budget_bytes
         return "none" if soft is None else f"none (torch's own partition needs {format_bytes(soft)})"
-    budget = format_bytes(report.budget_bytes) + (" of reserved bytes" if report.count == "reserved" else "")
+    budget = format_bytes(report.budget_bytes)
     if report.budget_share is None or report.reference_bytes is None:
         return budget
     asked = f"share of {report.budget_share:g} of the reference peak"
@@ -141,7 +138,7 @@ def _budgets(report: ReportData) -> list[tuple[str, str]]:
     if report.device_ledger is not None:
         rows.append(("device", _device_text(report, report.device_ledger)))
     if not report.within_budget:
-        rows.append(("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
+        rows.append(("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
     return rows
 
 
@@ -181,22 +178,6 @@ def time_text(report: ReportData) -> str:
         return f"{over}, MORE than the allowed {report.max_slowdown:.1%}"
     idle = "no plan needs less memory" if report.budget_bytes is None else "neither budget binds"
     return f"{over}, allowed {report.max_slowdown:.1%}; {f'{report.binding_budget} binds' if report.binding_budget else idle}"
-
-
-EXPANDABLE_GAIN = 0.03
-"""Share of the reserved bytes that expandable segments must save to be recommended."""
-
-
-def _reserved_text(reserved: Reserved) -> str:
-    """Returns the bytes that the allocator reserves, with the advice to let segments expand if that saves much."""
-    parts = [f"{format_bytes(reserved.bytes)}, of which {reserved.fragmentation:.0%} is unused at the peak"]
-    if reserved.pool_bytes is not None:
-        parts.append(f"{format_bytes(reserved.pool_bytes)} of it for the pool of CUDA graphs")
-    if reserved.least_bytes < reserved.bytes:
-        parts.append(f"at least {format_bytes(reserved.least_bytes)}, with waits at the driver")
-    if reserved.bytes - reserved.expandable_bytes > EXPANDABLE_GAIN * reserved.bytes:
-        parts.append(f"{format_bytes(reserved.expandable_bytes)} with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-    return "; ".join(parts)
 
 
 def micro_batches(report: ReportData) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from autoremat.request.limits import Limits
 
 TAKEN_OVER = (
     "compiler", "time_limit", "cost_model", "interconnect_bandwidth", "interconnect_latency", "plan", "policy", "save",
-    "recompute", "store", "chunk_loss", "tiles", "count", "agreement", "inductor", "mode",
+    "recompute", "store", "chunk_loss", "tiles", "agreement", "inductor", "mode",
 )  # fmt: skip
 """Names of the options that are part of a request as they are."""
 
@@ -46,7 +46,6 @@ class Request:
     store: tuple[str, ...] | None = None
     chunk_loss: bool | int | str = "auto"
     tiles: bool | int | str = False
-    count: str = "allocated"
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None

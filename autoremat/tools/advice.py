@@ -153,7 +153,7 @@ class _Trials:
         device = budget if isinstance(budget, DeviceBudget) else None
         limit = outcome.budget_bytes or 0 if device is None else device.total_bytes - device.reserve_bytes
         if isinstance(outcome, Report):
-            peak = max(one.predicted_device_bytes or one.counted_bytes for one in (outcome, *outcome.others))
+            peak = max(one.predicted_device_bytes or one.peak_bytes for one in (outcome, *outcome.others))
             self.found.append(Trial(settings, peak, limit, count * seconds_of(outcome), size, count))
             return
         excess = minimum_bytes_of(outcome) - outcome.budget_bytes

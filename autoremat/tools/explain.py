@@ -13,7 +13,6 @@ from torch import fx
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.lowering import GraphSource
@@ -181,7 +180,6 @@ def preview_visitor(
         found: list[T] = []
 
         def look_at(priced: PricedGraph) -> None:
-            warn_without_effect(request, priced.captured.runs_on)
             found.append(look(Preview(priced, context)))
 
         with (

@@ -99,11 +99,7 @@ def _accepted(points: int, options: Mapping[str, Any] | None) -> Options:
         raise OptionsError(f"points={points} is not accepted. Accepted: 2 or more")
     if "memory_budget" in options_of(options):
         raise OptionsError("memory_budget has no meaning for pareto, which plans for many budgets: leave it out of the options")
-    if "count" in options_of(options):
-        raise OptionsError(
-            "count has no meaning for pareto, whose points are peaks of allocated bytes: leave it out of the options"
-        )
-    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), count="allocated", memory_budget=None)
+    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), memory_budget=None)
     if parsed.max_slowdown is not None:
         raise OptionsError("max_slowdown has no meaning for pareto, which lists the time of many plans: leave it out")
     return parsed

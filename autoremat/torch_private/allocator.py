@@ -11,21 +11,16 @@ from typing import Any
 
 import torch
 
-from autoremat.planner.memory.allocator_settings import AllocatorSettings, allocator_settings
 from autoremat.torch_private import names
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def settings_of_process() -> AllocatorSettings:
-    """Returns the settings of CUDA's caching allocator in this process.
-
-    They are those of the environment, or those that the process has set later. Raises ``OptionsError`` for text that torch does
-    not accept either.
-    """
+def settings_of_process() -> str:
+    """Returns the settings of CUDA's caching allocator: those of the environment, or those that the process has set later."""
     present = names.resolve("torch._C:_accelerator_getAllocatorSettings")
     text = "" if present is None else present()
-    return allocator_settings(text or next(filter(None, map(os.environ.get, VARIABLES)), ""))
+    return text or next(filter(None, map(os.environ.get, VARIABLES)), "")
 
 
 def peak_on_cpu(run: Callable[[], object]) -> tuple[int, object]:

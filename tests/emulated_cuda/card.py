@@ -99,23 +99,20 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
     torch._C._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream().stream_id
     torch._C._cuda_cudaCachingAllocator_is_enabled = lambda: True
 
-    from emulated_cuda import segments
+    from emulated_cuda import allocation_log
 
-    present = segments.Segments(segments.Log(device))
-    segments.present.append(present)
+    allocation_log.present.append(allocation_log.Log(device))
 
     def memory_bytes() -> tuple[int, int]:
         everything = 0  # `Memory` in `device.cpp`
         return device.emulated_live_bytes(everything), device.emulated_peak_bytes(everything)
 
     def statistics(device_index: Any = None) -> dict[str, int]:
-        kinds = dict.fromkeys(("allocated_bytes", "requested_bytes", "active_bytes"), memory_bytes())
-        kinds["reserved_bytes"] = present.bytes()
+        kinds = dict.fromkeys(("allocated_bytes", "requested_bytes", "active_bytes", "reserved_bytes"), memory_bytes())
         return {f"{kind}.all.{when}": size for kind, sizes in kinds.items() for when, size in zip(WHEN, sizes, strict=True)}
 
     def reset_peaks(device_index: Any = None) -> None:
         device.emulated_reset_peak()
-        present.reset_peak()
 
     answers = {
         "is_available": True,
@@ -144,10 +141,9 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
     torch.cuda.memory_stats = statistics
     torch.cuda.memory_allocated = lambda device_index=None: memory_bytes()[0]
     torch.cuda.max_memory_allocated = lambda device_index=None: memory_bytes()[1]
-    torch.cuda.memory_reserved = lambda device_index=None: present.bytes()[0]
-    torch.cuda.max_memory_reserved = lambda device_index=None: present.bytes()[1]
+    torch.cuda.memory_reserved, torch.cuda.max_memory_reserved = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
     torch.cuda.reset_peak_memory_stats = reset_peaks
-    torch.cuda.empty_cache = present.empty_cache
+    torch.cuda.empty_cache = lambda: None
 
 
 def _install_generated_code(torch: Any) -> None:

@@ -17,7 +17,7 @@ from autoremat.compiler.lowering import Lowered
 from autoremat.planner.memory.allocations import Allocations, joined
 from autoremat.torch_private import inductor_lowering
 from autoremat.torch_private.origins import Origins
-from emulated_cuda import segments
+from emulated_cuda import allocation_log
 
 SEED = 7
 
@@ -50,7 +50,7 @@ def run_step(function: Callable[..., Tensor], module: nn.Module, inputs: tuple[T
     module.zero_grad(set_to_none=True)
     torch.manual_seed(SEED)
     torch.cuda.reset_peak_memory_stats()
-    before, log = torch.cuda.memory_allocated(), next((one.log for one in segments.present), None)
+    before, log = torch.cuda.memory_allocated(), next(iter(allocation_log.present), None)
     begin = 0 if log is None else len(log)
     loss = function(*inputs)
     loss.backward()

@@ -69,7 +69,6 @@ ACCEPTED: dict[str, set[str]] = {
     "interconnect_bandwidth": BYTES | {"None", "'6GB/s'", "1.0", "3.0", "70.0", "1000000000.0"},
     "interconnect_latency": SECONDS | {"None"},
     "agreement": {"'auto'", "'off'", "[1]", "range(0, 2)"},
-    "count": set(),
     "progress": {"True", "False"},
 }
 """The values of ``ODD`` that each option takes."""

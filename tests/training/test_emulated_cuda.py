@@ -48,8 +48,8 @@ def test_models_under_budgets():
 
 
 @pytest.mark.card
-def test_reserved_bytes_of_models():
-    run("check_reserved.py", marks="slow")
+def test_blocks_of_models():
+    run("check_blocks.py", marks="slow")
 
 
 @pytest.mark.card

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoremat.planner.graph.op import Role
 from autoremat.planner.memory.simulator import Timeline, held_sizes
 
 FREED = -1
@@ -137,26 +135,6 @@ def _live(events: Sequence[Event]) -> list[int]:
         else:
             live[number] = None
     return list(live)
-
-
-def simulated(timeline: Timeline) -> Allocations:
-    """Returns the allocations of a simulated plan."""
-    graph, ranges, length = timeline.graph, list(timeline.live_ranges), len(timeline.schedule.sequence)
-    begins, ends = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
-    for number, one in enumerate(ranges):
-        if one.bytes:
-            begins[one.start].append((number, one.bytes))
-            ends[one.end].append((number, FREED))
-    tangents = [value.bytes for value in graph.values if value.role is Role.TANGENT and value.bytes]
-    begins[len(timeline.schedule.forward)].extend(enumerate(tangents, len(ranges)))
-    workspace = len(ranges) + len(tangents)
-    events: list[Event] = []
-    for position, op in enumerate(timeline.schedule.sequence):
-        events += begins[position]
-        if size := graph.ops[op].workspace_bytes:
-            events += [(workspace, size), (workspace, FREED)]
-        events += ends[position] if position + 1 < length else []
-    return Allocations(tuple(events))
 
 
 def beside_sizes(timeline: Timeline) -> list[int]:

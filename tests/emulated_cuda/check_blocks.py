@@ -1,7 +1,8 @@
-"""Reserved bytes on the emulated card: the card's own allocations against those that the replay of the code predicts."""
+"""Blocks on the emulated card: the card's own allocations against those that the replay of the code predicts."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -11,12 +12,9 @@ from torch import nn
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.allocations import FREED, Allocations
-from autoremat.planner.memory.allocator_settings import AllocatorSettings
-from autoremat.planner.memory.reserved import reserved_for
+from autoremat.planner.memory.caching_allocator import peak_block_bytes
 from emulated_cuda import small_models
 from emulated_cuda.steps import on_card, planned_step
-
-SETTINGS = (AllocatorSettings(), AllocatorSettings(expandable_segments=True))
 
 
 def blocks() -> Any:
@@ -47,33 +45,14 @@ def sequence(step: Allocations) -> list[int]:
     return found
 
 
-def check(built: Any, budget: float | None, count: str = "allocated") -> None:
-    options = {} if budget is None else {"memory_budget": budget, "count": count, "on_infeasible": "best_effort"}
+@pytest.mark.slow
+@pytest.mark.parametrize("built", [blocks, functools.partial(small_models.build, "llama")], ids=["blocks", "llama"])
+def test_a_model_allocates_in_the_sequence_that_its_code_predicts(built):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)  # the best effort may exceed the budget
-        step = planned_step(*on_card(built), cost_model="roofline", **options)
-    own = step.result.allocations
-    assert own is not None
-    assert sequence(own) == sequence(step.replayed)
-    for settings in SETTINGS:
-        predicted, found = reserved_for(step.replayed, settings), reserved_for(own, settings)
-        assert (found.bytes, found.allocated_bytes) == (predicted.bytes, predicted.allocated_bytes)
-    assert step.report.reserved is not None
-    assert step.report.reserved.of_code
-    if count == "reserved":
-        assert step.report.counted_bytes == step.report.reserved.bytes <= step.report.budget_bytes
-        assert reserved_for(own, AllocatorSettings()).bytes <= step.report.budget_bytes
-
-
-@pytest.mark.slow
-def test_a_network_reserves_what_its_code_predicts():
-    check(blocks(), 0.7, "reserved")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama"])
-def test_a_model_allocates_in_the_sequence_that_its_code_predicts(name):
-    check(small_models.build(name), 0.7)
+        step = planned_step(*on_card(built()), cost_model="roofline", memory_budget=0.7, on_infeasible="best_effort")
+    assert step.result.allocations is not None
+    assert sequence(step.result.allocations) == sequence(step.replayed)
 
 
 @pytest.mark.slow
@@ -85,5 +64,5 @@ def test_a_budget_bounds_whole_blocks(budget):
         step = planned_step(*on_card(blocks()), cost_model="roofline", memory_budget=budget)
     own = step.result.allocations
     assert own is not None
-    found = reserved_for(own, AllocatorSettings()).allocated_bytes
+    found = peak_block_bytes(own.events, is_expandable=False)
     assert found + step.report.code_headroom_bytes == step.report.compiled_peak_bytes <= step.report.budget_bytes
