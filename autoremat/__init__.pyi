@@ -38,7 +38,6 @@ from autoremat.step_profile.blocks import CompiledBlocks as CompiledBlocks
 from autoremat.step_profile.blocks import compile_blocks as compile_blocks
 from autoremat.step_profile.profile import profile_step as profile_step
 from autoremat.tools.best_batch import best_batch as best_batch
-from autoremat.tools.eager_checkpoint import selective_checkpoint_context as selective_checkpoint_context
 from autoremat.tools.explain import explain as explain
 from autoremat.tools.gather_reports import gather_reports as gather_reports
 from autoremat.tools.max_batch import max_batch as max_batch

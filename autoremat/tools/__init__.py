@@ -1,1 +1,1 @@
-"""User tools: ``explain``, ``pareto``, ``max_batch``, and plans in eager training."""
+"""User tools: ``explain``, ``pareto``, ``max_batch``."""

@@ -20,7 +20,6 @@ from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.measure.timer import undisturbed
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
-from autoremat.tools.eager_checkpoint import CheckpointContext, _Region
 from autoremat.torch_private import compile_progress, compilers, hooks, inductor_lowering, symbolic_sizes
 
 LIMIT = 300
@@ -167,16 +166,6 @@ def test_a_profile_leaves_calls_of_other_threads_and_graphs_of_other_devices_out
     taken.leave_out_other_devices()
     assert taken.device == torch.device("cuda", 1)
     assert [one.planned is None for one in taken.graphs] == [True, False]
-
-
-def test_a_checkpointed_region_ignores_modules_of_other_threads():
-    region, module = _Region(CheckpointContext({})), nn.Linear(1, 1)
-    region.context.paths.names[id(module)] = "model"
-    elsewhere(lambda: region.enter(module, None))
-    assert region.running == []
-    region.enter(module, None)
-    elsewhere(lambda: region.leave(module, None, None))
-    assert region.running == ["model"]
 
 
 def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
