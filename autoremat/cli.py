@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from autoremat.basics import disk_cache
 from autoremat.basics.checks import arguments_of
 from autoremat.basics.errors import AutorematError, BudgetInfeasible
 from autoremat.basics.units import format_bytes
-from autoremat.report import plots
 from autoremat.report.report import Report
 from autoremat.report.text_tables import as_text
 
@@ -75,18 +74,15 @@ def main(traceback: bool) -> None:
 
 
 class _Output(click.Path):
-    """A file to be written. That its folder is there, and that its name ends as it should, is known before the long work."""
+    """A file to be written. That its folder is there is known before the long work."""
 
-    def __init__(self, *endings: str) -> None:
+    def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
-        self.endings = endings
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
-        if self.endings and path.suffix.lower() not in self.endings:
-            self.fail(f"{str(path)!r} does not end with one of {', '.join(self.endings)}", param, ctx)
         return path
 
 
@@ -190,25 +186,8 @@ class _Request:
         own = {"memory_budget": budget, "max_slowdown": slowdown, "host_memory": host}
         return options | {key: value for key, value in own.items() if value is not None}
 
-    def size_by(self, search: Callable[..., Any], first: int, settings: Mapping[str, Any]) -> Any:
-        """The result of a ``search`` for a size within the budget. The size ``first`` gives the model."""
-        model, _, own = _made(self.target, first)
-        budget = self.budget_for(model, own)
-        if budget is None:
-            raise click.UsageError("one of --budget and --device-memory is required")
-        inputs = lambda size: _made(self.target, size)[1]  # noqa: E731
-        return search(inputs, model, budget, options=self.options(), device=self.device, **settings)
-
 
 _PLANNED = (
-    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
-    click.option("-o", "--option", "further", metavar="KEY=VALUE", multiple=True,
-                 help="Any other option of the backend; may be repeated."),
-    click.option("--device", metavar="DEVICE", help="Where to plan for: cpu, cuda, or a card such as H100-80GB, here or "
-                 "not. Default: where the model is."),
-    click.argument("target", metavar="MODULE:FUNCTION"),
-)  # fmt: skip
-_BOUNDED = (
     click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True,
                  help="With --device-memory: micro-batches in one step of the optimizer."),
     click.option("--optimizer", metavar="NAME", help="With --device-memory: a class of torch.optim, such as AdamW, where "
@@ -219,12 +198,17 @@ _BOUNDED = (
                  "64GiB, or auto. Default: none."),
     click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than without a budget: 0.03, "
                  "or free. Default: no bound."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
+    click.option("-o", "--option", "further", metavar="KEY=VALUE", multiple=True,
+                 help="Any other option of the backend; may be repeated."),
+    click.option("--device", metavar="DEVICE", help="Where to plan for: cpu, cuda, or a card such as H100-80GB, here or "
+                 "not. Default: where the model is."),
+    click.argument("target", metavar="MODULE:FUNCTION"),
 )  # fmt: skip
 
 
-def _planning(budget_forms: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The argument and the options of commands that plan, which receive them as ``request``; bounds if a budget has forms."""
-    bounds = () if budget_forms is None else (*_BOUNDED, click.option("--budget", metavar="BUDGET", help=budget_forms))
+def _planning(budget_forms: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The argument and the options of commands that plan, which receive them as ``request``."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -232,7 +216,7 @@ def _planning(budget_forms: str | None = None) -> Callable[[Callable[..., None]]
             own = {one.name: given.pop(one.name) for one in dataclasses.fields(_Request) if one.name in given}
             command(_Request(**own), **given)
 
-        for option in (*bounds, *_PLANNED):
+        for option in (*_PLANNED, click.option("--budget", metavar="BUDGET", help=budget_forms)):
             with_request = option(with_request)
         return with_request
 
@@ -282,71 +266,28 @@ def explain(
             click.echo(f"\n{as_text(table)}")
 
 
-@main.command(short_help="List time against peak memory for many budgets.")
-@_planning()
-@click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="For so many budgets.")
-@click.option("--torch/--no-torch", "torch_too", default=True, help="Also torch's partitions; slow on large graphs.")
-@_lower
-@click.option("--picture", type=_Output(".png", ".svg", ".pdf"), metavar="FILE", help="Also draw it: PNG, SVG or PDF.")
-def pareto(request: _Request, as_json: bool, points: int, torch_too: bool, lower: bool, picture: Path | None) -> None:
-    """Time against peak memory of a training step, for many budgets.
-
-    MODULE:FUNCTION is that of `autoremat explain`. Besides ours, the plans of fixed policies and of torch's partitioner, and
-    the lower bound.
-    """
-    model, inputs, _ = _made(request.target)
-    args, kwargs = arguments_of(inputs)
-    kwargs = kwargs if torch_too else {**kwargs, "torch_budgets": ()}
-    options, device = request.options(), request.device
-    found = autoremat.pareto(model, *args, points=points, options=options, device=device, lower=lower, **kwargs)
-    if picture is not None:
-        plots.pareto(found).savefig(picture)
-    if as_json:
-        click.echo(json.dumps([point.as_json() for point in found.by_peak()], indent=2))
-        return
-    click.echo(str(found))
-
-
-@main.command("max-batch", short_help="Find the largest size that fits a budget.")
+@main.command(short_help="Find the largest size that fits a budget.")
 @_planning("6GiB, bytes, or auto; no share.")
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
 @click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
 @_lower
-def max_batch(request: _Request, as_json: bool, **settings: Any) -> None:
+def batch(request: _Request, as_json: bool, **settings: Any) -> None:
     """The largest batch, or other size, that fits a budget.
 
     MODULE:FUNCTION takes the size and returns (model, inputs) or (model, inputs, optimizer). Nothing is allocated for the
     sizes that are tried.
     """
-    found = request.size_by(autoremat.max_batch, settings["step"], settings)
+    model, _, own = _made(request.target, settings["step"])
+    budget = request.budget_for(model, own)
+    if budget is None:
+        raise click.UsageError("one of --budget and --device-memory is required")
+    inputs = lambda size: _made(request.target, size)[1]  # noqa: E731
+    found = autoremat.max_batch(inputs, model, budget, options=request.options(), device=request.device, **settings)
     if not as_json:
         click.echo(str(found))
         return
     report = json.loads(found.report.to_json())
     click.echo(json.dumps({"size": found.size, "next_size": found.next_size, "tried": found.tried, "report": report}))
-
-
-@main.command("best-batch", short_help="Find the size with the most samples per second within a budget.")
-@_planning("6GiB, bytes, or auto; no share.")
-@click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
-@click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
-@click.option("--size", "candidates", type=click.IntRange(min=1), multiple=True, help="Try this size; may be repeated.")
-@click.option("--seconds-per-step", type=click.FloatRange(min=0), default=0.0, help="Seconds of a step beside its batch.")
-@_lower
-def best_batch(request: _Request, as_json: bool, candidates: tuple[int, ...], **settings: Any) -> None:
-    """The batch with the most samples per predicted second within a budget.
-
-    MODULE:FUNCTION is that of `autoremat max-batch`.
-    """
-    first = candidates[0] if candidates else settings["step"]
-    found = request.size_by(autoremat.best_batch, first, {**settings, "candidates": candidates or None})
-    if not as_json:
-        click.echo(str(found))
-        return
-    tried, report = [dataclasses.asdict(one) for one in found.tried], json.loads(found.report.to_json())
-    click.echo(
-        json.dumps({"size": found.size, "samples_per_second": found.samples_per_second, "tried": tried, "report": report})
-    )
 
 
 # -- what was planned --------------------------------------------------------------------------------------------------

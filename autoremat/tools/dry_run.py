@@ -17,8 +17,6 @@ from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.lowering import GraphSource
 from autoremat.options.options import Options
 from autoremat.planner.cost import UNKNOWN_GPU, datasheet
-from autoremat.planner.plans.plan import Plan
-from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.report.report import Report
 from autoremat.request.budgets import refuse_step_profiles
 from autoremat.tools.target import Target
@@ -57,15 +55,11 @@ class DryRun:
     resident_bytes: int
     """Bytes of the parameters, buffers and inputs."""
 
-    def report(self, module: fx.GraphModule, inputs: Sequence[Any], plan: Plan | None = None) -> Report | None:
-        """Returns the report of the final plan, or of ``plan``, with the peak of its code; None if the graph has no backward.
-
-        Raises ``PlanFileError`` if ``plan`` does not fit the graph.
-        """
+    def report(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Report | None:
+        """Returns the report of the final plan with the peak of its code; None if the graph has no backward."""
         inputs = fake_tensors.own_inputs(inputs)
         request = self.target.request(self.options, module, inputs, self.resident_bytes)
-        stored = request.plan if plan is None else (PlanFile.of(plan),)
-        request = replace(request, on_planning_error="raise", plan=stored)
+        request = replace(request, on_planning_error="raise")
         patches = {**compilers.asked_config(self.options), **fake_tensors.RUNS_NOTHING}
         source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
         with self.target.tracing(), inductor_lowering.without_kernels():

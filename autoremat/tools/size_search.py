@@ -22,10 +22,9 @@ def minimum_bytes_of(outcome: Outcome) -> int:
     return max(one.minimum_peak_bytes for one in (outcome, *outcome.others))
 
 
-def seconds_of(report: Report, by_code: bool = False) -> float:
-    """Returns the predicted seconds of the step under its plans, for all graphs that train: by the kernels of their code, where
-    ``by_code`` and known."""
-    return sum(one.seconds if by_code else one.predicted_seconds for one in (report, *report.others))
+def seconds_of(report: Report) -> float:
+    """Returns the predicted seconds of the step under its plans, for all graphs that train."""
+    return sum(one.predicted_seconds for one in (report, *report.others))
 
 
 @dataclass

@@ -66,11 +66,10 @@ def test_help_and_version():
     assert __version__ in run("--version").output
 
 
-@pytest.mark.parametrize("command", ["max-batch", "best-batch"])
-def test_where_a_share_is_refused_the_help_says_so(training, command):
-    (line,) = [line for line in run(command, "--help").output.splitlines() if "--budget BUDGET" in line]
+def test_where_a_share_is_refused_the_help_says_so(training):
+    (line,) = [line for line in run("batch", "--help").output.splitlines() if "--budget BUDGET" in line]
     assert "no share" in line
-    refused = run(command, f"{training}:sized", "--budget", "0.5")
+    refused = run("batch", f"{training}:sized", "--budget", "0.5")
     assert refused.exit_code == 2
     assert "needs bytes" in refused.stderr
 
@@ -262,20 +261,8 @@ def test_wrong_devices_are_one_line(training, arguments, code, text):
 
 
 @pytest.mark.slow
-def test_pareto_lists_plans_and_bounds(training):
-    arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "compiler=aot_eager")
-    done = run(*arguments, "--picture", "pareto.png")
-    assert done.exit_code == 0, done.output
-    assert "lower bound" in done.stdout
-    assert Path("pareto.png").read_bytes().startswith(b"\x89PNG")
-    points = json.loads(run(*arguments, "--json").stdout)
-    assert {point["family"] for point in points} == {"autoremat", "lower bound", "policy"}
-    assert points == sorted(points, key=lambda point: (point["peak_bytes"], point["added_seconds"]))
-
-
-@pytest.mark.slow
-def test_max_batch_finds_the_largest_size(training):
-    arguments = ("max-batch", f"{training}:net", "--step", 64, "-o", "compiler=aot_eager", "--budget")
+def test_batch_finds_the_largest_size(training):
+    arguments = ("batch", f"{training}:net", "--step", 64, "-o", "compiler=aot_eager", "--budget")
     done = run(*arguments, "256KiB", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -311,12 +298,6 @@ def test_what_goes_wrong_has_a_message_and_a_code(training, arguments, code, tex
     assert done.exit_code == code, done.output
     assert text in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_picture_of_no_known_kind_is_refused_at_once(training):
-    done = run("pareto", f"{training}:loss", "--picture", "pareto.jpeg")
-    assert done.exit_code == 2
-    assert "'pareto.jpeg' does not end with one of .png, .svg, .pdf" in done.stderr
 
 
 def test_the_module_is_the_command_and_needs_no_torch(stored):

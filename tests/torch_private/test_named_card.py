@@ -130,21 +130,6 @@ def test_models_have_code_for_the_card(name, sizes):
 
 
 @pytest.mark.slow
-def test_points_have_the_peaks_of_their_code():
-    model, x = step()
-    front = autoremat.pareto(model, x, points=3, torch_budgets=(0.5,), device=CARD, lower=True)
-    ours = [point for point in front if point.family == "autoremat"]
-    assert len(ours) == 3
-    for point in front:
-        assert (point.code_peak_bytes is None) == (point.plan is None), point
-    assert all(0.7 <= p.code_peak_bytes / p.peak_bytes <= 1.3 for p in ours), ours
-    assert "peak of the code" in str(front)
-    without = autoremat.pareto(model, x, points=3, torch_budgets=(), device=CARD)
-    assert "peak of the code" not in str(without)
-    assert "plan" not in without[0].as_json()
-
-
-@pytest.mark.slow
 def test_the_largest_batch_is_decided_by_code():
     model, _ = step()
     most = autoremat.explain(model, torch.randn(512, 64), device=CARD, lower=True).compiled_peak_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import ConstraintWarning
@@ -33,15 +33,8 @@ class Point:
     added_seconds: float
     step_seconds: float
     """Seconds of the step without recomputation."""
-    code_peak_bytes: int | None = None
-    """Peak of the code that Inductor generates for the plan; None if none was generated."""
     plan: Plan | None = field(default=None, repr=False, compare=False)
     """The plan, for the option ``plan``; None for a lower bound."""
-
-    def as_json(self) -> dict[str, object]:
-        """Returns the figures of the point, without its plan."""
-        figures = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "plan"}
-        return {**figures, "overhead": self.overhead}
 
     @property
     def overhead(self) -> float:
@@ -72,14 +65,10 @@ class Pareto(Shown, list[Point]):
 
     def tables(self) -> Sequence[PlainTable]:
         """Returns the printed table, sorted by peak, and a note on its figures."""
-        lowered = any(point.code_peak_bytes is not None for point in self)
-        columns = ("peak", *(("peak of the code",) if lowered else ()), "added", "of the step", "family", "budget or policy")
-        table = PlainTable("time against memory", columns, numbers=4 if lowered else 3)
+        table = PlainTable("time against memory", ("peak", "added", "of the step", "family", "budget or policy"), numbers=3)
         for point in self.by_peak():
-            code = "" if point.code_peak_bytes is None else format_bytes(point.code_peak_bytes)
-            added = format_seconds(point.added_seconds)
-            peaks = (format_bytes(point.peak_bytes), *((code,) if lowered else ()))
-            table.add_row(*peaks, added, f"{point.overhead:.1%}", point.family, point.label)
+            peak, added = format_bytes(point.peak_bytes), format_seconds(point.added_seconds)
+            table.add_row(peak, added, f"{point.overhead:.1%}", point.family, point.label)
         note = PlainTable("", ("",), numbers=0, show_header=False)
         note.add_row(HEADROOM_NOTE)
         return [table, note]
