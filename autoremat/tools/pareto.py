@@ -49,10 +49,10 @@ def pareto(
     """
     if points < 2:
         raise OptionsError(f"points={points} is not accepted. Accepted: 2 or more")
-    for name in ("memory_budget", "max_slowdown", "count"):
+    for name in ("memory_budget", "max_slowdown"):
         if name in options_of(options):
             raise OptionsError(f"{name} has no meaning for pareto, which compares many plans: leave it out of the options")
-    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), count="allocated", memory_budget=None)
+    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), memory_budget=None)
 
     def look(preview: Preview) -> Pareto:
         # Saves cost no time in the lower bounds and in torch's objective.

@@ -23,7 +23,6 @@ from autoremat.options.options import Options
 from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.graph.forms import Engine
 from autoremat.planner.graph.op import Value
-from autoremat.planner.plans.plan_file import graph_hash
 from autoremat.planner.settings import SETTINGS
 from autoremat.tools.explain import previews
 
@@ -64,15 +63,6 @@ def names_of(value: Value) -> tuple[str, ...]:
 def with_forms(graph: PricedGraph) -> dict[str, tuple[str, ...]]:
     """The names of the forms of each op's only result, without those that have none."""
     return {graph.graph.ops[v.producer].target: names_of(v) for v in graph.graph.values if v.forms and v.producer is not None}
-
-
-def test_without_the_option_no_value_has_a_form(device):
-    plain, asked = priced(step, X), priced(step, X, host_memory="1GiB")
-    assert not with_forms(plain)
-    assert with_forms(asked)
-    assert graph_hash(plain.graph) == graph_hash(asked.graph)
-    values = tuple(dataclasses.replace(value, forms=()) for value in asked.graph.values)
-    assert dataclasses.replace(asked.graph, values=values) == plain.graph
 
 
 def test_large_results_of_the_forward_have_a_form_on_the_host(device):
@@ -122,24 +112,6 @@ def test_masks_have_a_form_as_bits_with_or_without_a_host(small_values):
     assert form.load.seconds == pytest.approx(mask.bytes * (read / 8 + written))
 
 
-def test_a_value_below_the_least_bytes_has_none():
-    with host_memory.stand_in():
-        asked = priced(step, X, host_memory="1GiB")
-    assert not with_forms(asked)
-    assert asked.unused_forms == (
-        "host_memory has no effect on a graph: no result of the forward that could be kept there has at least 1.00 MiB",
-    )
-
-
-def test_bits_that_are_named_and_impossible_are_stated():
-    (said,) = priced(step, X, store=("device", "bits")).unused_forms
-    assert (
-        said
-        == "store='bits' has no effect on a graph: no result of the forward that could be packed is a mask of at least 1.00 MiB"
-    )
-    assert not priced(step, X).unused_forms
-
-
 # -- where nothing can be kept on the host -----------------------------------------------------------------------------
 
 
@@ -149,13 +121,6 @@ def test_a_cpu_has_no_link_and_says_so(small_values):
     assert report.host_memory_bytes == 2**30
     assert "cpu has no memory apart from the host's" in str(report)
     assert autoremat.Report.from_json(report.to_json()).unused_forms == report.unused_forms
-
-
-def test_a_compiled_graph_warns_too(small_values):
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend="autoremat", options={**EAGER, "host_memory": "1GiB"})
-    with pytest.warns(OptionWarning, match="host_memory has no effect on a graph: cpu has no memory apart"):
-        compiled(X)
 
 
 def test_unified_memory_has_no_link(small_values, monkeypatch):

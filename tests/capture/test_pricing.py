@@ -16,12 +16,10 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.basics import disk_cache
-from autoremat.basics.errors import OptionsError
 from autoremat.capture import pricing
 from autoremat.capture.capture import Capture, capture
 from autoremat.measure import calibration
 from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.options.options import COST_MODEL_VARIABLE, Options
 from autoremat.planner.cost import BATCH, CostSource, Curve, Rate, Rates, curve_name
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.search.planner import Planner
@@ -129,7 +127,6 @@ def test_an_op_that_nothing_fuses_is_launched_and_moves_all_its_bytes(fuses, sha
 
 
 def test_a_fused_op_costs_its_share_of_the_traffic_and_its_arithmetic():
-    """Both at the rates of saving, so that the search weighs alike what a plan stores and what it computes again."""
     x = weight(64, 64)
     result = captured(lambda: (x.exp() @ x).sum())
     number = next(i for i, op in enumerate(result.graph.ops) if "exp" in op.target)
@@ -146,7 +143,6 @@ def test_saving_costs_what_streams_cost_that_no_cache_holds():
 
 
 def test_the_inverse_root_of_a_normalisation_is_computed_again_for_every_element():
-    """A saved variance would take as many bytes. A root and a quotient are dear, so the plan saves their result."""
     hidden, left, right = weight(128, 64), weight(64, 64), weight(64, 64)
 
     def normalised() -> torch.Tensor:
@@ -195,41 +191,7 @@ def test_a_device_that_is_not_there_is_priced_by_its_data_sheet():
 
 
 class OnXpu(torch.Tensor):
-    """A tensor that says that it is elsewhere."""
-
     device = torch.device("xpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "configured", "environment", "expected"),
-    [
-        ({"cost_model": "calibrated"}, {"cost_model": "roofline"}, "roofline", "calibrated"),
-        ({}, {"cost_model": "roofline"}, "calibrated", "roofline"),
-        ({}, {"memory_budget": 222}, "calibrated", "calibrated"),
-        ({"memory_budget": 222}, {}, " ", "calibrated"),
-        ({}, {}, None, "calibrated"),
-    ],
-)
-def test_precedence_of_the_cost_model(monkeypatch, options, configured, environment, expected):
-    if configured:
-        autoremat.configure(**configured)
-    monkeypatch.delenv(COST_MODEL_VARIABLE)
-    if environment is not None:
-        monkeypatch.setenv(COST_MODEL_VARIABLE, environment)
-    assert Options.parse(options).cost_model == expected
-
-
-@pytest.mark.parametrize("value", ["measured", "", None, 3])
-def test_cost_models_that_nobody_knows(value):
-    accepted = 'Accepted: "roofline" or "calibrated"'
-    with pytest.raises(OptionsError, match=f"cost_model={value!r} is not accepted. {accepted}"):
-        Options.parse({"cost_model": value})
-
-
-def test_a_cost_model_of_the_environment_that_nobody_knows(monkeypatch):
-    monkeypatch.setenv(COST_MODEL_VARIABLE, "guess")
-    with pytest.raises(OptionsError, match="^AUTOREMAT_COST_MODEL='guess' is not accepted"):
-        Options.parse()
 
 
 class Block(nn.Module):
@@ -261,7 +223,6 @@ def test_the_report_names_the_cost_model(cost_model):
 
 @pytest.mark.slow
 def test_measured_costs_under_inductor(monkeypatch):
-    """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
     MEASURED.clear()
     monkeypatch.setattr(calibration, "_is_idle", lambda device: False)  # rates of a busy machine would be measured again
     expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)

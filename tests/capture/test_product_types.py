@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -40,11 +39,3 @@ def test_a_float8_product_has_its_shape_and_its_rate():
     (product,) = traced.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
     assert shapes_of(product) == (Product(32, 48, 64),)
     assert product_type(product) == "float8_e4m3fn"
-
-
-@pytest.mark.parametrize(("card", "slower"), [("V100", True), ("A100-40GB", False)])
-def test_bfloat16_is_slow_on_cards_without_it(card, slower):
-    x = torch.empty(2048, 2048, device="meta", requires_grad=True)
-    half, other = (seconds_of(lambda x: torch.mm(x, x).float().sum(), x.to(dtype), device=card)["mm"]
-                   for dtype in (torch.float16, torch.bfloat16))  # fmt: skip
-    assert (other > 2 * half) == slower

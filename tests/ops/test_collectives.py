@@ -104,10 +104,9 @@ forgets_the_order = pytest.mark.skipif(
 
 @pytest.mark.parametrize("region", ["policy", pytest.param("checkpoint", marks=forgets_the_order)])
 @pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "all_to_all"])
-@pytest.mark.parametrize("budget", [1, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(collective, region, budget):
+def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(collective, region):
     expected, under_torch = by_torch(collective, region)
-    gradients, names, report = planned(in_region(_collectives()[collective], region), LEAST | {"memory_budget": budget})
+    gradients, names, report = planned(in_region(_collectives()[collective], region), LEAST)
     assert all(same_bits(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
     called = [value for value in report.values if value.op.startswith(NAMESPACE)]
     assert Counter(names) == Counter(under_torch)
@@ -124,17 +123,16 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Alone, "may_repeat_collectives", False)
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
 def test_a_collective_that_nobody_orders_runs_once(others, collective):
     _, names, report = planned(_collectives()[collective], LEAST)
     assert Counter(names) == Counter(by_torch(collective, "none")[1])
     assert report.recomputed_ops > 0
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
-def test_even_alone_only_gathers_run_again(collective):
-    _, names, report = planned(_collectives()[collective], LEAST)
-    assert Counter(names) == Counter(by_torch(collective, "none")[1])
+def test_even_alone_only_gathers_run_again():
+    _, names, report = planned(_collectives()["all_to_all"], LEAST)
+    assert Counter(names) == Counter(by_torch("all_to_all", "none")[1])
     assert report.recomputed_ops > 0
 
 

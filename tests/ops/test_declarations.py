@@ -71,8 +71,6 @@ def noise(x: Tensor) -> Tensor:
 
 
 class Cubes(torch.autograd.Function):
-    """The cubes of ``x``, written by the op into a tensor that it is given."""
-
     @staticmethod
     def forward(context, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -169,26 +167,14 @@ def test_the_arguments_of_an_op_that_writes_have_their_names(graphs):
     assert [o.flops for o in graphs[0].ops if "functionalized" in o.target] == [3 * ROWS * SIZE] * 4
 
 
-def test_a_function_that_fails_leaves_the_graph_to_torch():
-    expected = step(squashed, backend="aot_eager")
-    autoremat.declare_pure(squash, flops=lambda x, factor: -1)
-    with pytest.warns(autoremat.FallbackWarning, match=r"squash.*test_declarations\.py.*gave -1"):
-        found = step(squashed, backend="autoremat", options=LEAST | {"on_planning_error": "fallback"})
-    assert all(map(same_bits, found, expected))
-
-
 @pytest.mark.parametrize(
     ("op", "amounts", "message"),
     [
         ("autoremat_tests::squish", {}, "no op 'autoremat_tests::squish' is registered"),
-        ("autoremat_tests::squash.other", {}, "no op 'autoremat_tests::squash.other' is registered"),
-        ("squash", {}, "'squash' names no op"),
         (torch.tanh, {}, "names no op"),
         (noise, {}, "random numbers"),
-        ("aten::bernoulli", {}, "random numbers"),
         ("aten::_assert_async", {}, "an effect"),
         (squash, {"flops": -1}, "flops=-1"),
-        (squash, {"workspace_bytes": "1 KiB"}, "workspace_bytes='1 KiB'"),
     ],
 )
 def test_what_cannot_be_declared_is_refused(op, amounts, message):

@@ -68,8 +68,7 @@ def without_dropout(x: torch.Tensor) -> torch.Tensor:
     return torch.dropout(x.sin(), 0.0, train=True) * x
 
 
-@pytest.mark.parametrize("function", [attended, without_dropout, lambda x: torch.bernoulli(x.detach().sin(), p=0.0) * x + x])
-@pytest.mark.parametrize("budget", [1, 1.0])
+@pytest.mark.parametrize(("function", "budget"), [(attended, 1), (without_dropout, 1.0)])
 @pytest.mark.filterwarnings("ignore::autoremat.BudgetWarning")
 def test_the_backward_runs_no_op_that_could_draw_where_compiled_code_draws_as_eager_code_does(function, budget) -> None:
     x = torch.randn(8, 8, requires_grad=True)
@@ -94,10 +93,6 @@ def far_from_its_sequence(nodes: list[Any], *_: Any) -> list[Any]:
 
 @pytest.mark.slow
 def test_draws_keep_their_sequence_however_kernels_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor sorts kernels for memory; here it moves them as far as dependencies allow.
-
-    Its own dependencies between draws go by their results, and are lost with a result that nobody reads.
-    """
     monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", far_from_its_sequence)
 
     def loss(x: torch.Tensor) -> torch.Tensor:

@@ -60,5 +60,4 @@ def test_reductions_that_are_none_of_rows_and_scatters_end_a_pass(called, operan
     ],
 )
 def test_few_long_rows_end_a_pass(rows, length, multiprocessors, expected):
-    """Inductor divides each among several blocks."""
     assert last_op_ends_pass(lambda x: x.sum(1), torch.zeros(rows, length), multiprocessors) == expected

@@ -125,8 +125,6 @@ def test_other_additions_stay(function):
 
 
 class TiedModel(nn.Module):
-    """A projection onto a large vocabulary whose weight is the embedding's."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(4096, 64)

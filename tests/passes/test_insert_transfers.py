@@ -17,15 +17,12 @@ from captured import Seen
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracles import Outcome, differences, train_step
-from random_modules import BATCH, SHAPE, TOKENS, VOCABULARY, RandomModule
+from random_modules import RandomModule, fresh_inputs
 from strategies import GROUP, KINDS, Program, programs, systematic
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
 
 import autoremat
 from autoremat import host_memory, track_peak
-from autoremat.passes.building import Builder
-from autoremat.passes.forms import FORMS
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
@@ -55,12 +52,6 @@ def compiled(function: Callable[..., Any], choose: stays.Choose, run: Callable[[
 
 
 # -- uncompiled graphs -------------------------------------------------------------------------------------------------
-
-
-def fresh_inputs() -> tuple[Tensor, ...]:
-    torch.manual_seed(1)
-    x, y = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
-    return x, y, torch.randint(0, VOCABULARY, (BATCH, TOKENS))
 
 
 def outcome(program: Program, choose: stays.Choose, budget: float | int | None) -> tuple[Outcome, Seen]:
@@ -110,8 +101,6 @@ def test_random_modules_are_exact(program, seed, budget):
 
 
 class Blocks(nn.Module):
-    """Products, views, dropout and a second output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -159,8 +148,6 @@ def numbers_without_stays(smallest: bool) -> list[Tensor]:
     ("choose", "smallest"),
     [
         (stays.as_short_as_possible, True),
-        (stays.as_short_as_possible, False),
-        (stays.at_random(0), True),
         (stays.at_random(1), False),
         (stays.at_random(2, share=1.0), True),
     ],
@@ -273,24 +260,12 @@ def test_calls_in_flight_have_buffers_of_their_own(trained):
         assert all(all(map(torch.equal, *pair)) for pair in zip(alone, together, strict=True))
 
 
-def test_an_error_between_the_halves_returns_the_buffers(trained):
-    model, function, size = trained
-
-    def fail() -> None:
-        outputs = function(INPUT())
-        raise RuntimeError(f"with {len(outputs)} outputs")
-
-    with pytest.raises(RuntimeError, match="with 2 outputs"):
-        fail()
-    assert bytes_on_host() == (size, 0)
-
-
 def test_many_steps_use_the_same_buffers(trained):
     model, function, size = trained
     x = INPUT()
     first = gradients_of([function(x)[0]], model)
     objects = len(weakref.finalize._registry)
-    for _ in range(200):
+    for _ in range(50):
         last = gradients_of([function(x)[0]], model)
     assert all(map(torch.equal, first, last))
     assert bytes_on_host() == (size, 0)
@@ -345,23 +320,6 @@ def test_masks_are_packed_as_bits(compiler):
     assert seen.plan.schedule.stays
     assert kept.count(-(-13 * 9 // 8)) == len(seen.plan.schedule.stays)
     assert 13 * 9 not in kept
-
-
-def test_packing_and_unpacking_need_no_more_memory_than_the_form_states():
-    mask = torch.rand(1 << 10, 1 << 10) > 0.5
-    fake = FakeTensorMode()
-    graph = fx.Graph()
-    holder = graph.placeholder("mask")
-    holder.meta["val"] = fake.from_tensor(mask)
-    builder, form = Builder.beside(holder), Form("bits", *[Transfer(Engine.COMPUTE, 0.0)] * 2, mask.nbytes // 8)
-    stored = FORMS["bits"].begin_store(builder, holder, form)
-    pack = fx.GraphModule({}, graph)
-    graph.output(stored)
-    pack.recompile()
-    with track_peak("cpu") as packing:
-        packed = pack(mask)
-    assert packed.nbytes == form.device_bytes
-    assert packing.bytes <= form.device_bytes + 2 * mask.nbytes + 1
 
 
 # -- other compilations ------------------------------------------------------------------------------------------------

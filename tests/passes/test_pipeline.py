@@ -15,7 +15,6 @@ from folders import ROOT
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import autoremat
 from autoremat.basics.environment import VERIFY_PASSES
 from autoremat.passes.pipeline import run_passes
 
@@ -72,10 +71,6 @@ def renames_an_input(module: fx.GraphModule) -> int:
     return 1
 
 
-def fails(module: fx.GraphModule) -> int:
-    raise autoremat.PlanInvalid("as if")
-
-
 def test_a_pass_that_keeps_the_contract_runs_and_the_module_has_its_code():
     module = traced()
     (run,) = run_passes(module, squares_the_result)
@@ -87,11 +82,10 @@ def test_a_pass_that_keeps_the_contract_runs_and_the_module_has_its_code():
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
-        (reads_a_later_node, "leaves a malformed graph: .* used before it has been defined"),
-        (draws_in_another_sequence, "changes the effects of the graph: randn_like: .* in place of rand_like: "),
-        (draws_once, "changes the effects of the graph: nothing in place of randn_like: "),
-        (returns_half_precision, r"changes the outputs of the graph: torch.float16 on cpu of sizes \(4, 4\)"),
-        (renames_an_input, "changes the inputs of the graph: renamed: "),
+        (reads_a_later_node, "leaves a malformed graph"),
+        (draws_in_another_sequence, "changes the effects of the graph: randn_like"),
+        (returns_half_precision, "changes the outputs of the graph: torch.float16"),
+        (renames_an_input, "changes the inputs of the graph: renamed"),
     ],
 )
 def test_a_pass_that_breaks_the_graph_is_named(broken: Callable[[fx.GraphModule], int], what: str):
@@ -104,11 +98,6 @@ def test_without_the_variable_only_the_form_of_the_graph_is_checked(monkeypatch)
     run_passes(traced(), draws_once)
     with pytest.raises(RuntimeError, match="the pass reads_a_later_node leaves"):
         run_passes(traced(), reads_a_later_node)
-
-
-def test_the_error_of_a_pass_stays_what_it_is():
-    with pytest.raises(autoremat.PlanInvalid, match="^as if$"):
-        run_passes(traced(), fails)
 
 
 def test_seconds_and_graphs_are_logged_for_developers(caplog):

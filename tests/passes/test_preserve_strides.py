@@ -52,11 +52,3 @@ def test_what_is_scattered_by_strides_is_laid_too():
     assert not torch.equal(module(other, source), expected)
     run_passes(module, preserve_strides)
     assert torch.equal(module(other, source), expected)
-
-
-def test_what_the_forward_saved_is_left_as_it_is():
-    graph = fx.Graph()
-    graph.output(graph.call_function(aten.as_strided.default, (graph.placeholder("x"), (4,), (1,))))
-    module = fx.GraphModule({}, graph)
-    run_passes(module, preserve_strides)
-    assert [node.op for node in module.graph.nodes] == ["placeholder", "call_function", "output"]

@@ -17,8 +17,6 @@ CHANNELS = 8
 
 
 class Stages(nn.Module):
-    """Three stages of two convolutions and batch norms each, with shortcuts."""
-
     def __init__(self, norm: Callable[[], nn.Module], checkpoints: bool = False, shares: bool = False) -> None:
         super().__init__()
         norms = [norm() for _ in range(6)]
@@ -41,8 +39,6 @@ class Stages(nn.Module):
 
 
 class ReadsAverages(Stages):
-    """A loss that reads the averages after they have moved."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.stages[0][1].running_mean.square().sum()
 
