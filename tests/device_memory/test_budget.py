@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 
 import pytest
@@ -14,12 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
-from autoremat.basics.errors import causes, find_cause
-from autoremat.compiler.records import Record, load, save
 from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.device_budget import EARLIER_GRADIENTS, INPUTS, StepPart
-from autoremat.report.report import Report
-from autoremat.torch_private import named_card
 
 UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
 TOKENS = torch.randint(64, (8, 32))
@@ -47,14 +42,6 @@ def test_the_ledger_has_a_row_for_each_kind_of_memory():
     assert "for forward and backward" in repr(budget)
 
 
-def test_gradients_that_stay_count_in_later_steps():
-    model = Model(1)
-    assert row(autoremat.device_budget("1GiB", model, set_to_none=False), EARLIER_GRADIENTS).live == (
-        StepPart.LATER_STEP | StepPart.LATER_MICRO_BATCH
-    )
-    assert not autoremat.device_budget("1GiB", model).counts_gradients
-
-
 def test_gradients_that_hooks_free_have_no_row():
     model = Model(1)
     before = row(autoremat.device_budget("1GiB", model), "gradients").bytes
@@ -62,13 +49,6 @@ def test_gradients_that_hooks_free_have_no_row():
     assert row(autoremat.device_budget("1GiB", model), "gradients").bytes == before
     freed = autoremat.device_budget("1GiB", model, hooks_free_gradients=True)
     assert row(freed, "gradients").bytes == before - bytes_of([model.embed.weight])
-
-
-def test_frozen_parameters_have_no_gradients():
-    model = Model(1)
-    model.embed.requires_grad_(False)
-    budget = autoremat.device_budget("1GiB", model)
-    assert row(budget, "gradients").bytes == bytes_of(model.parameters()) - bytes_of(model.embed.parameters())
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -123,14 +103,9 @@ def test_a_card_by_name_has_its_data_sheets_memory_and_the_defaults_of_cuda():
     ("keywords", "said"),
     [
         ({"total": "lots"}, "total='lots' is not accepted"),
-        ({"total": 0}, "total=0 is not accepted"),
         ({"total": 80}, 'total=80 is 80 bytes, .* Did you mean "80GiB"'),
         ({"total": "auto"}, "needs a model on a CUDA device"),
-        ({"accumulate": 0}, "accumulate=0 is not accepted"),
-        ({"optimizer": "adam"}, "optimizer='adam' is not accepted"),
         ({"others": {"EMA": object()}}, r"others\['EMA'\]=<object .*> is not accepted"),
-        ({"device": "abacus"}, "device='abacus' is not accepted"),
-        ({"reserve": -1}, "reserve=-1 is not accepted"),
     ],
 )
 def test_values_that_are_not_accepted(keywords, said):
@@ -173,7 +148,6 @@ def tight(
     [
         ("AdamW foreach", 1),
         ("SGD", 3),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("SGD", 1), ("AdamW foreach", 3), ("8-bit Adam", 1))),
         pytest.param("8-bit Adam", 3, marks=pytest.mark.slow),
     ],
 )
@@ -221,54 +195,6 @@ def test_a_step_that_alone_exceeds_the_device_is_refused_whatever_is_planned():
     fused.of_graph(TOKENS.nbytes, counts_gradients=False).check()
 
 
-def test_a_plan_that_does_not_fit_names_the_largest_row():
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    total = autoremat.device_budget("1GiB", model, optimizer).update_bytes + 2**17
-    with pytest.raises(Exception, match="no plan was found") as raised:
-        trained(model, optimizer, autoremat.device_budget(total, model, optimizer, accumulate=4), 4)
-    error = find_cause(raised.value, autoremat.BudgetInfeasible)
-    assert "the largest row of the ledger is optimizer state after the first step" in str(error)
-    assert "accumulate=1" in str(error)
-    assert len(list(causes(raised.value))) >= 1
-
-
-@pytest.mark.slow
-def test_best_effort_runs_and_warns():
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    budget = autoremat.device_budget("1MiB", model, optimizer)
-    with pytest.warns(autoremat.BudgetWarning) as warned:
-        trained(model, optimizer, budget, 1, on_infeasible="best_effort")
-    assert any("whatever is recomputed" in str(one.message) for one in warned)
-    assert not autoremat.reports()[-1].fits
-
-
-@pytest.mark.slow
-def test_gradients_that_a_plan_counts_leave_the_ledger():
-    model = Model()
-    budget = autoremat.device_budget("1GiB", model, accumulate=4)
-    by_ledger = autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget})
-    by_plan = autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget, "accumulate": True})
-    assert by_plan.resident_bytes == bytes_of(model.parameters())
-    assert by_plan.predicted_device_bytes == by_ledger.predicted_device_bytes
-
-
-@pytest.mark.slow
-def test_accumulation_is_not_warned_of_if_the_ledger_has_it():
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained(model, optimizer, autoremat.device_budget("4MiB", model, optimizer, accumulate=3), 3)
-    torch.compiler.reset()
-    budget = autoremat.device_budget("2.7MiB", model, optimizer)
-    compiled = torch.compile(model, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget})
-    compiled(TOKENS).backward()
-    with pytest.warns(autoremat.BudgetWarning, match="Give device_budget the number: accumulate="):
-        compiled(TOKENS)
-
-
 def test_the_cache_key_has_the_bytes_alone():
     model = Model(1)
     budget = autoremat.device_budget("1GiB", model)
@@ -278,18 +204,6 @@ def test_the_cache_key_has_the_bytes_alone():
     assert (request, request.cache_key()) == (same, same.cache_key())
     with pytest.raises(autoremat.OptionsError, match="device_ledger"):
         autoremat.Options.parse({"device_ledger": budget})
-
-
-def test_a_report_keeps_the_ledger_as_data():
-    model = Model(1)
-    budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()), accumulate=2)
-    report = autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget})
-    again = Report.from_json(report.to_json())
-    assert again.device_ledger == report.device_ledger
-    assert again.predicted_device_bytes == report.predicted_device_bytes
-    assert "peak of the plan" in str(again)
-    save("device", Record(report))
-    assert load("device").report.device_ledger == report.device_ledger
 
 
 def test_explain_plans_for_the_card_that_the_budget_names():
@@ -303,20 +217,16 @@ def test_explain_plans_for_the_card_that_the_budget_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", [None, "H100-80GB"])
-def test_explain_has_the_same_ledger_with_and_without_code(device):
-    """The inputs are one view of a larger tensor, and labels whose size CUDA's allocator rounds up."""
-    if device is not None and not named_card.generates_triton():
-        pytest.skip("no triton")
+def test_explain_has_the_same_ledger_with_and_without_code():
     model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
-    budget = autoremat.device_budget(device or "1GiB", model, torch.optim.AdamW(model.parameters()))
+    budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()))
     inputs = torch.randn(301, 66)[:, :33], torch.randint(7, (301,))
     options = {"memory_budget": budget, "cost_model": "roofline"}
 
     def loss(x, labels):
         return nn.functional.cross_entropy(model(x), labels)
 
-    without, with_code = (autoremat.explain(loss, *inputs, options=options, device=device, lower=way) for way in (False, True))
+    without, with_code = (autoremat.explain(loss, *inputs, options=options, lower=way) for way in (False, True))
     assert with_code.compiled_peak_bytes is not None
     assert row(with_code.device_ledger, INPUTS) == row(without.device_ledger, INPUTS)
     assert with_code.budget_bytes == without.budget_bytes
@@ -347,11 +257,10 @@ def test_a_step_profile_takes_a_device_budget():
     assert report.predicted_device_bytes == budget.of_graph(TOKENS.nbytes, False).device_bytes(profile.peak_bytes)
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_the_peak_of_buckets_that_share_a_budget_is_that_of_the_step(views):
+def test_the_peak_of_buckets_that_share_a_budget_is_that_of_the_step():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = DistributedDataParallel(Model(3, 128), bucket_cap_mb=1, gradient_as_bucket_view=views)
+        model = DistributedDataParallel(Model(3, 128), bucket_cap_mb=1, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         budget = autoremat.device_budget("32MiB", model, optimizer, accumulate=2)
         compiled = torch.compile(model, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget})

@@ -83,19 +83,6 @@ def test_when_the_time_is_over_the_rest_remains(rows, units):
     assert rows.remaining("stage") == ["unit 1"]
 
 
-def test_a_unit_that_ends_its_process_is_tried_twice(rows, units):
-    def end() -> dict[str, Any]:
-        raise KeyboardInterrupt
-
-    work = units(end, dict)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            rows.run("stage", work, soon())
-    rows.run("stage", work, soon())
-    assert rows.ends("stage")["unit 0"]["error"] == "the process ended 2 times while this unit ran"
-    assert rows.remaining("stage") == []
-
-
 def test_a_lost_device_ends_the_process_and_costs_one_unit(rows, units):
     def lose() -> dict[str, Any]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -103,14 +90,6 @@ def test_a_lost_device_ends_the_process_and_costs_one_unit(rows, units):
     with pytest.raises(SystemExit, match="lost its device"):
         rows.run("stage", units(lose, dict), soon())
     assert rows.remaining("stage") == ["unit 1"]
-
-
-def test_a_line_that_was_cut_off_is_left_out(rows):
-    rows.append(stage="stage", units=["a", "b"])
-    with rows.path.open("a") as file:
-        file.write('{"stage": "stage", "unit": "a", "ro')
-    rows.append(stage="stage", unit="b", row={})
-    assert rows.remaining("stage") == ["a"]
 
 
 def test_every_file_with_tests_for_a_card_is_run_on_it(gpu):
@@ -148,12 +127,6 @@ def test_where_there_is_no_card_nothing_is_written(call, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "skipped: there is no CUDA device, and nothing was written\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_without_wheels_is_refused(call, tmp_path):
-    done = call("--wheels", str(tmp_path))
-    assert done.returncode == 1
-    assert "has no wheels" in done.stderr
 
 
 @pytest.mark.slow

@@ -42,12 +42,3 @@ def test_policies_cost_what_is_published_in_the_published_order(tradeoffs):
     assert norms <= 0.02
     assert norms < attention < mlp < full
     assert 0.2 <= full <= 0.33
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fused", [True, False])
-def test_one_kernel_computes_attention_only_where_the_source_had_one(tradeoffs, fused):
-    step = dataclasses.replace(tradeoffs.GPT_22B_SHARD, layers=1, fused=fused)
-    targets = {op.target for op in step.reports(**tradeoffs.FASTEST).plan.graph.ops}
-    assert any("scaled_dot_product" in target for target in targets) == fused
-    assert any("bmm" in target for target in targets) != fused

@@ -13,9 +13,6 @@ from autoremat.basics.errors import BudgetInfeasible
 from autoremat.compiler import planning
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import Step, StepGraph
-from autoremat.planner.plans import plan_file
-from autoremat.report.decisions import against
-from autoremat.report.html_report import to_html
 from autoremat.report.text_tables import whole_percents
 
 FIRST, SECOND = nn.Linear(64, 256), nn.Linear(256, 64)
@@ -82,25 +79,3 @@ def test_the_smallest_found_says_what_is_kept_in_reserve_beside_it(monkeypatch):
     with pytest.raises(BudgetInfeasible) as raised:
         by_explain("inductor")
     assert raised.value.minimum_bytes == report.minimum_peak_bytes + report.code_headroom_bytes
-
-
-def test_what_costs_nothing_to_save_is_said_so():
-    assert against(27.67e-6, 0.0) == "27.67 us against nothing, for it is written and read in any case"
-    assert against(27.67e-6, 1e-3) == "27.67 us against 1.00 ms"
-
-
-def test_text_and_html_have_the_same_words():
-    report = autoremat.explain(loss, X, options={"compiler": "aot_eager"})
-    heads = report.totals_table().heads
-    html = to_html(report)
-    for head in heads:
-        assert f">{head}</th>" in html
-    assert "never computed" not in html
-    assert "one run" not in html
-
-
-def test_two_ops_that_differ_are_not_shown_alike():
-    edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
-    whole, halves = (autoremat.Graph.from_dag([1] * 4, [8] * 4, edges, outputs=[3], num_forward=n) for n in (4, 2))
-    *_, stored, here = plan_file.difference(whole, halves).splitlines()
-    assert stored.partition(":")[2].strip() != here.partition(":")[2].strip()

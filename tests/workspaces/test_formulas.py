@@ -51,7 +51,7 @@ def _largest(of: Callable[..., Any], call: Callable[..., Any], *args: torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(4, 4, 64, 64), (2, 4, 256, 64), (2, 2, 1024, 64), (1, 8, 300, 80), (1, 2, 301, 33)])
+@pytest.mark.parametrize("shape", [(4, 4, 64, 64), (2, 2, 1024, 64), (1, 2, 301, 33)])
 def test_attention(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     query, key, value, gradient = (torch.randn(shape, dtype=dtype) for _ in range(4))
 
