@@ -11,7 +11,7 @@ processor time: a linear program of the joint choice may take 30 s by the wall, 
 them counts as ended by the clock.
 
 The weights are about microseconds of processor time per item, so that all kinds of units count fairly. They were measured on
-MLPs, convolutional networks and transformers of 250 to 15,000 ops; ``benchmarks/work_weights.py`` measures them again.
+MLPs, convolutional networks and transformers of 250 to 15,000 ops.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FILL = 3.6
 
 PLACEMENT = 12.0
 """Work per execution to choose the stays that bring a plan within a budget, and to simulate them. It takes three to four times
-as long where every value has a form, however small (``benchmarks/work_weights.py --host-memory``)."""
+as long where every value has a form, however small."""
 
 PROGRAM = 60.0
 """Work per column of a linear program of the joint choice, of which an op has about two. It takes 0.3 to 0.7 of that."""
