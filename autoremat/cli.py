@@ -228,7 +228,7 @@ def _planning(budget_forms: str) -> Callable[[Callable[..., None]], Callable[...
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
-@click.option("--timeline", is_flag=True, help="Also show the bytes of each op: simulated and, with --lower, of the code.")
+@click.option("--timeline", is_flag=True, help="Also show the simulated bytes of each op.")
 @_lower
 @_html
 @click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -46,9 +46,7 @@ from autoremat.compiler.plain_code import reference_by_code
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
-from autoremat.planner.memory.allocations import HalfAllocations, Kernel, beside_sizes
-from autoremat.report.kernel_seconds import timed
-from autoremat.report.op_bytes import kernels_of_executions
+from autoremat.planner.memory.allocations import HalfAllocations, beside_sizes
 from autoremat.report.report import Report
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers
@@ -136,7 +134,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
             raise peers.named(_error(planned, verdict))
         if not isinstance(verdict, Again):
             assert function is not None
-            report = _completed(planned, attempts, earlier, record, is_estimate, codes)
+            report = _completed(planned, attempts, earlier, record, is_estimate)
             report = dataclasses.replace(report, assumed_sizes=partitioning.assumed_sizes)
             saved = None if partitioning.fell_back else Record(report, step.headroom_bytes)
             return CompiledGraph(function, report, key, saved)
@@ -156,15 +154,13 @@ def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALO
         sharded_inputs=sharded_inputs(source.module),
     )
     while True:
-        partitioning, kernels = Partitioning(context, peers.plan, peers.fail), dict[bool, Sequence[Kernel]]()
-        partitioner = Partitioner(partitioning)
-        function = compilers.compile_uncompiled(source.module, source.inputs, partitioner, kernels.__setitem__)
+        partitioning = Partitioning(context, peers.plan, peers.fail)
+        function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
         if peers.settled():
             planned = partitioning.planned
             if planned is None:
                 return CompiledGraph(function, None, "")
-            ran = kernels_of_executions(planned.plan, kernels)
-            report = dataclasses.replace(planned.report, kernels=ran, assumed_sizes=partitioning.assumed_sizes)
+            report = dataclasses.replace(planned.report, assumed_sizes=partitioning.assumed_sizes)
             return CompiledGraph(function, report, "")
 
 
@@ -240,21 +236,16 @@ def _completed(
     earlier: EarlierSearches,
     record: Record | None,
     is_estimate: bool,
-    codes: Codes,
 ) -> Report:
     """Returns the report with the peak of the accepted code."""
     report, peak, pool = planned.report, code_peak_bytes(attempts), pool_bytes(attempts)
-    halves = codes.note(attempts[-1].headroom_bytes, {})
-    kernels = kernels_of_executions(planned.plan, {half: known.kernels for half, known in halves.items()})
-    kernels, seconds = timed(planned.plan, kernels, {half: known.work for half, known in halves.items()})
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
-        kernels, seconds = record.report.kernels, record.report.code_seconds
     if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
         report = dataclasses.replace(report, budget_bytes=max(peak, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
     report = report.compiled(peak, len(attempts) - 1, reason)
-    report = dataclasses.replace(report, graph_pool_bytes=pool, kernels=kernels, code_seconds=seconds)
+    report = dataclasses.replace(report, graph_pool_bytes=pool)
     if earlier.ended_by_clock:  # also of a search behind code generation
         report = dataclasses.replace(report, time_limited=True, ended_by_clock=True)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report

@@ -18,16 +18,13 @@ import contextlib
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
-
-from autoremat.planner.memory.code_places import PlaceBytes
-from autoremat.torch_private.running_code import noting_places
 
 Timeline = tuple[tuple[float, int], ...]
 """(seconds since the start, bytes above the start) after each allocation and release, in order of time."""
@@ -44,19 +41,15 @@ UNKNOWN_BLOCK = b"Memory block of unknown size was allocated before the profilin
 MARK = "autoremat::mark"
 """The name of events that divide a CPU timeline."""
 
-PLACE = "autoremat::place "
-"""The first part of the names of events at places in compiled code, which name the place."""
-
 CUDA_HISTORY_ENTRIES = 1_000_000
 """The most allocator events in a CUDA timeline. Torch drops the oldest events beyond that."""
 
 
-def track_peak(device: torch.device | str | None = None, *, timeline: bool = False, ops: bool = False) -> PeakTracker:
+def track_peak(device: torch.device | str | None = None, *, timeline: bool = False) -> PeakTracker:
     """Returns a context manager that measures the peak memory of its block, in bytes above the memory live at its start.
 
     `device` is "cpu" or a CUDA device. None selects the current CUDA device if this process uses CUDA, else the CPU. `timeline`
-    records every allocation on CUDA; on a CPU the timeline is always recorded. `ops` also measures the bytes at each op of code
-    that was compiled before the block: `Report.op_bytes_table(peak.op_bytes)` shows them.
+    records every allocation on CUDA; on a CPU the timeline is always recorded.
 
     On a CPU, the tracker sees the thread that enters it, and the threads that run this thread's backward passes. It raises
     ``RuntimeError`` inside another profiler. A tensor that was live at the start and is freed inside the block lowers the CUDA
@@ -70,21 +63,19 @@ def track_peak(device: torch.device | str | None = None, *, timeline: bool = Fal
         device = "cuda" if in_use else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cpu":
-        return CpuTracker(ops=ops)
+        return CpuTracker()
     if chosen.type == "cuda":
         index = torch.cuda.current_device() if chosen.index is None else chosen.index
-        return _CudaTracker(index, record_timeline=timeline, ops=ops)
+        return _CudaTracker(index, record_timeline=timeline)
     raise ValueError(f"`track_peak` measures the CPU and CUDA devices, not {chosen.type!r}.")
 
 
 class PeakTracker(ABC):
     """The context manager that `track_peak` returns. `.bytes` and `.timeline` are available after the end of its block."""
 
-    def __init__(self, *, ops: bool = False) -> None:
+    def __init__(self) -> None:
         self._bytes: int | None = None
         self._timeline: Timeline | None = None
-        self._ops = ops
-        self.places = PlaceBytes()
 
     @property
     def bytes(self) -> int:
@@ -106,25 +97,12 @@ class PeakTracker(ABC):
             raise RuntimeError("The timeline is known only after the block of `with track_peak() as peak:` has ended.")
         return self._timeline
 
-    @property
-    def op_bytes(self) -> Mapping[str, int]:
-        """The most bytes above the start that were live at each place of compiled code, in the last call of each half."""
-        return self.places.found
-
     def __enter__(self) -> PeakTracker:
         self._bytes = self._timeline = None
-        self.places = PlaceBytes()
-        self._noting = noting_places(self._note) if self._ops else contextlib.nullcontext()
         self._start()
-        try:
-            self._noting.__enter__()
-        except BaseException:
-            self._stop()
-            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._noting.__exit__(kind, error, trace)
         try:
             self._bytes, self._timeline = self._stop()
         except Exception:
@@ -137,10 +115,6 @@ class PeakTracker(ABC):
     @abstractmethod
     def _stop(self) -> tuple[int, Timeline | None]: ...
 
-    @abstractmethod
-    def _note(self, place: str) -> None:
-        """Notes that compiled code reaches ``place``."""
-
 
 class CpuTracker(PeakTracker):
     """Measures a CPU peak by replaying the allocator events of a profile."""
@@ -152,10 +126,6 @@ class CpuTracker(PeakTracker):
     def mark() -> None:
         """Marks the present time on the timeline."""
         with torch.profiler.record_function(MARK):
-            pass
-
-    def _note(self, place: str) -> None:
-        with torch.profiler.record_function(PLACE + place):
             pass
 
     def _start(self) -> None:
@@ -185,21 +155,7 @@ class CpuTracker(PeakTracker):
         start = results.trace_start_ns()
         self.marks = tuple(sorted((e.start_time_ns - start) / 1e9 for e in found if e.name == MARK))
         timeline = _replay(sorted(filter(_is_allocation, found), key=lambda event: event.start_time_ns), start)
-        notes = (((e.start_time_ns - start) / 1e9, e.name.removeprefix(PLACE)) for e in found if e.name.startswith(PLACE))
-        self._follow(timeline, sorted(notes, key=lambda note: note[0]))
         return max(held for _, held in timeline), timeline
-
-    def _follow(self, timeline: Timeline, notes: Sequence[tuple[float, str]]) -> None:
-        """Finds the bytes at the places of ``notes``, which are in order of time."""
-        changes, live = iter([*timeline, (float("inf"), 0)]), 0
-        change = next(changes)
-        for time, place in [*notes, (float("inf"), "")]:
-            while change[0] < time:
-                live = change[1]
-                self.places.see(live)
-                change = next(changes)
-            if place:
-                self.places.reach(place, live)
 
 
 @contextlib.contextmanager
@@ -281,8 +237,8 @@ class _CudaTracker(PeakTracker):
     _running: set[int] = set()
     """Devices that are being tracked. A second tracker would reset the peak of the first."""
 
-    def __init__(self, index: int, *, record_timeline: bool, ops: bool = False) -> None:
-        super().__init__(ops=ops)
+    def __init__(self, index: int, *, record_timeline: bool) -> None:
+        super().__init__()
         self._index = index
         self._record_timeline = record_timeline
 
@@ -299,7 +255,6 @@ class _CudaTracker(PeakTracker):
         try:
             torch.cuda.reset_peak_memory_stats(self._index)
             self._live_at_start = torch.cuda.memory_allocated(self._index)
-            self._earlier_peak = self._live_at_start
         except BaseException:
             self._end_history()
             raise
@@ -307,8 +262,7 @@ class _CudaTracker(PeakTracker):
 
     def _stop(self) -> tuple[int, Timeline | None]:
         self._running.discard(self._index)
-        self._see_peak()
-        peak = max(0, self._earlier_peak - self._live_at_start)
+        peak = max(0, torch.cuda.max_memory_allocated(self._index) - self._live_at_start)
         if not self._record_timeline:
             return peak, None
         try:
@@ -316,17 +270,6 @@ class _CudaTracker(PeakTracker):
         finally:
             self._end_history()
         return peak, _replay_cuda(trace)
-
-    def _note(self, place: str) -> None:
-        self._see_peak()
-        torch.cuda.reset_peak_memory_stats(self._index)
-        self.places.reach(place, torch.cuda.memory_allocated(self._index) - self._live_at_start)
-
-    def _see_peak(self) -> None:
-        """Notes the peak behind the last place."""
-        peak = torch.cuda.max_memory_allocated(self._index)
-        self._earlier_peak = max(self._earlier_peak, peak)
-        self.places.see(peak - self._live_at_start)
 
     def _end_history(self) -> None:
         if self._record_timeline:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.memory.allocations import Kernel
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
@@ -202,11 +201,6 @@ class ReportData:
     binding_budget: str = ""
     """The budget that decides on the plan beside a budget of time, "max_slowdown" or "memory_budget"; empty if neither does."""
 
-    kernels: tuple[Kernel | None, ...] = ()
-    """The kernel of each execution of the plan; None for an execution without one. Empty if no code was made here, or if it
-    could not be replayed."""
-    code_seconds: tuple[float, float] | None = None
-    """Seconds of the kernels of the generated code, of forward and backward, without stalls. None as ``kernels`` are empty."""
     minimum_is_searched: bool = False
     """True if ``minimum_peak_bytes`` is the least that a search for it finds. Other budgets make none, and less may fit."""
     timed_minimum_bytes: int | None = None
@@ -242,12 +236,6 @@ class ReportData:
     def peak_bytes(self) -> int:
         """Best-known peak: that of the generated code, else the simulated one."""
         return self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
-
-    @property
-    def seconds(self) -> float:
-        """Best-known seconds of forward and backward under the plan, with stalls: those of the generated kernels, else
-        ``predicted_seconds``."""
-        return self.predicted_seconds if self.code_seconds is None else sum(self.code_seconds) + self.stall_seconds
 
     @property
     def within_budget(self) -> bool:

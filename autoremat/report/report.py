@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 
@@ -12,7 +12,6 @@ from autoremat.report import html_report, text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision
 from autoremat.report.diff import ReportDiff, compare
-from autoremat.report.op_bytes import op_bytes_table
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,14 +39,9 @@ class Report(ReportData, Shown):
         moment = self.peak_before if before else self.peak_after
         return None if moment is None else text_tables.moment_table(moment, limit)
 
-    def op_bytes_table(self, measured: Mapping[str, int] | None = None) -> PlainTable | None:
-        """Returns the live bytes of each execution as a table, simulated and by replay of the generated code.
-
-        Both are those of one call, without code headroom. ``measured`` adds those of a step that ran, above the bytes that were
-        live when its forward began: ``op_bytes`` of ``autoremat.track_peak(ops=True)``. None if the report has no plan. Raises
-        ``ValueError`` if the measured step did not run the code of the report.
-        """
-        return None if self.plan is None else op_bytes_table(self.plan, self.kernels, measured)
+    def op_bytes_table(self) -> PlainTable | None:
+        """Returns the simulated live bytes of each execution of one call as a table; None if the report has no plan."""
+        return None if self.plan is None else text_tables.op_bytes_table(self.plan)
 
     def diff(self, other: Report) -> ReportDiff:
         """Returns the differences between this report and ``other``. Values are matched by their names."""

@@ -10,6 +10,7 @@ from autoremat.basics.display import as_text as as_text
 from autoremat.basics.error_text import binding
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph.device_budget import NAMES, DeviceBudget
+from autoremat.planner.plans.plan import Plan
 from autoremat.report.data import ReportData, Total
 from autoremat.report.decisions import Decision, ForwardValue
 from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot
@@ -52,7 +53,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
-        ("predicted time", f"{format_seconds(report.seconds)} for forward and backward, with recomputation{_by_code(report)}"),
+        ("predicted time", f"{format_seconds(report.predicted_seconds)} for forward and backward, with recomputation"),
         ("optimality gap", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
         ("cost model", _sources(report)),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}{_end(report)}"),
@@ -113,14 +114,6 @@ def _end(report: ReportData) -> str:
             "time_limit or plan on a faster processor"
         )
     return ", until the work of time_limit was done" if report.time_limited else ""
-
-
-def _by_code(report: ReportData) -> str:
-    """Returns the origin of the predicted time, if that is generated code, beside what the rules of fusion predict."""
-    if report.code_seconds is None or not report.seconds:
-        return ""
-    predicted, difference = format_seconds(report.predicted_seconds), report.predicted_seconds / report.seconds - 1
-    return f", by the generated kernels (the rules of fusion predict {predicted}, {difference:+.1%})"
 
 
 def _reference(report: ReportData) -> list[tuple[str, str]]:
@@ -269,4 +262,14 @@ def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
     count, size = len(unseen) + moment.others, sum(tensor.bytes for tensor in unseen) + moment.others_bytes
     if count:
         table.add_row(format_bytes(size), f"{count} others", "", "")
+    return table
+
+
+def op_bytes_table(plan: Plan) -> PlainTable:
+    """Returns a table of the executions in sequence, with the simulated bytes of the running call."""
+    table = PlainTable(f"{len(plan.sequence)} executions", ("simulated", "op", "half", "where"), numbers=1)
+    for position, (op, live) in enumerate(zip((plan.graph.ops[i] for i in plan.sequence), plan.timeline.bytes_at, strict=True)):
+        in_forward = position < len(plan.schedule.forward)
+        half = "forward" if in_forward else "recomputed" if op.forward else "backward"
+        table.add_row(format_bytes(int(live) - plan.timeline.beside_bytes), op.name, half, op.module)
     return table

@@ -16,8 +16,7 @@ from torch import fx
 
 from autoremat.basics.errors import find_cause
 from autoremat.options.options import Options
-from autoremat.planner.memory.allocations import Kernel
-from autoremat.torch_private import names, running_code
+from autoremat.torch_private import names
 from autoremat.torch_private.compile_progress import inductor_is_told
 from autoremat.torch_private.joint_graphs import PartitionedModules
 
@@ -60,7 +59,6 @@ def _generate_code(module: fx.GraphModule) -> None:
 def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
     """Returns a function that runs the graph op by op."""
     _generate_code(module)
-    running_code.uncompiled.add(module)
     forward = module.forward
 
     def run(args: list[Any]) -> Any:
@@ -74,27 +72,12 @@ def compile_uncompiled(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     partition: Callable[..., PartitionedModules],
-    observe: Callable[[bool, tuple[Kernel, ...]], None] = lambda is_backward, kernels: None,
 ) -> Callable[..., Any]:
-    """Returns ``module`` compiled by AOTAutograd with ``partition``. It runs as plain ATen calls.
-
-    ``observe`` receives the calls of each half, named by ``is_backward``, that compute the planner's ops.
-    """
+    """Returns ``module`` compiled by AOTAutograd with ``partition``. It runs as plain ATen calls."""
     from torch._dynamo.backends.common import aot_autograd
 
-    def forward(half: fx.GraphModule, half_inputs: Sequence[Any]) -> Callable[..., Any]:
-        run = _run_uncompiled(half, half_inputs)
-        observe(False, running_code.kernels_of(half))
-        return run
-
-    def partitioned(*arguments: Any, **keywords: Any) -> PartitionedModules:
-        halves = partition(*arguments, **keywords)
-        _generate_code(halves[1])  # torch compiles it at the first backward, which is too late for a report
-        observe(True, running_code.kernels_of(halves[1]))
-        return halves
-
     backend = aot_autograd(
-        fw_compiler=forward, bw_compiler=_run_uncompiled, partition_fn=partitioned, keep_inference_input_mutations=True
+        fw_compiler=_run_uncompiled, bw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True
     )
     compiled: Callable[..., Any] = backend(module, inputs)
     return compiled

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private import names
 from autoremat.torch_private.buffer_reuse import keeping_peaks
 from autoremat.torch_private.code_buffers import layout_bytes, received, results
-from autoremat.torch_private.code_kernels import kernels_of_code
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.origins import Origins
 
@@ -85,17 +84,12 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         if lowering.is_backward and copied is not None:  # what the forward saves is in the memory of CUDA graphs already
             copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
         facts = known.allocation_bytes, known.workspaces, copied, known.device_type
-        origins, more = Origins(lowering), 0
-        replayed = replay(source, counted, buffer_bytes, held, *facts, results_of, origins.workspace)
+        replayed = replay(source, counted, buffer_bytes, held, *facts, results_of, Origins(lowering).workspace)
         pool, other = (_scheduled_peak(lowering, held), 0) if replayed is None else (replayed.pool_bytes, replayed.other_bytes)
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
-            more = sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
-        pool += more
+            pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
         peak = pool + other + known.code_headroom_bytes
         allocations = None if replayed is None else replayed.allocations.with_names(_names_of_results(lowering))
-        if allocations is not None:
-            kernels, work = origins.kernels_of_ops(allocations.kernels, more), kernels_of_code(lowering, origins)
-            allocations = replace(allocations, kernels=kernels, work=work)
         return LoweredPeak(
             bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None, allocations
         )

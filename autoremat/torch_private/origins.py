@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
-
-from autoremat.planner.memory.allocations import Kernel
 
 OP = "autoremat_op"
 """Key of ``node.meta`` for the planner's op that a node is. Clones of the node and Inductor's graph keep it."""
@@ -39,12 +35,3 @@ class Origins:
             return None
         op = nodes[-1].meta.get(OP)  # operands come before the node that reads them
         return None if op is None else op.workspace_bytes
-
-    def kernels_of_ops(self, kernels: Iterable[Kernel], more: int) -> tuple[Kernel, ...]:
-        """Returns the first kernel that computes each op, in sequence, under the name of the op and with ``more`` bytes."""
-        found: dict[fx.Node, Kernel] = {}
-        for kernel in kernels:
-            for node in self.of(kernel.name):
-                found.setdefault(node, kernel)
-        ops = ((node.meta.get(OP), found[node]) for node in sorted(found, key=self.place.__getitem__))
-        return tuple(replace(one, name=op.name, bytes=(one.bytes or 0) + more) for op, one in ops if op is not None)

@@ -11,12 +11,10 @@ import pytest
 from reports import LENGTH, SIZE, network, report_for
 
 from autoremat.basics.units import format_bytes
-from autoremat.planner.memory.allocations import Kernel
 from autoremat.planner.search.planner import Planner
 from autoremat.report import data, registry, text_tables
 from autoremat.report.binding import Part
 from autoremat.report.decisions import Decision
-from autoremat.report.op_bytes import kernels_of_executions
 from autoremat.report.registry import add_report, reports
 from autoremat.report.report import Report
 
@@ -226,33 +224,12 @@ def test_tables_show_values_and_what_is_alive():
     assert dataclasses.replace(report, peak_after=None).peak_table() is None
 
 
-def test_each_execution_has_the_bytes_of_its_kernel():
+def test_each_execution_has_its_simulated_bytes():
     report = report_for(16 * SIZE)
-    plan = report.plan
-    first, again = plan.schedule.forward[0], plan.recomputed[0]
-    name, repeated = plan.graph.ops[first].name, plan.graph.ops[again].name
-    backward = [Kernel(repeated, 7, "b:3"), Kernel(repeated, 8, "b:4")]
-    found = kernels_of_executions(plan, {False: [Kernel(name, 5, "a:2")], True: backward})
-    places = [place for place, op in enumerate(plan.sequence) if op == again and place >= len(plan.schedule.forward)]
-    assert found[0] == Kernel(name, 5, "a:2")
-    assert found[places[0]] == backward[0], "the first of two kernels belongs to the first execution"
-    assert found.count(None) == len(plan.sequence) - 2
-    assert kernels_of_executions(plan, {True: backward}) == (), "half of the code does not tell"
-
-    report = dataclasses.replace(report, kernels=found)
-    assert Report.from_json(report.to_json()).kernels == found
     lines = text_tables.as_text(report.op_bytes_table()).splitlines()
-    assert lines[0] == f"{len(plan.sequence)} executions"
-    assert lines[2].split() == [*format_bytes(int(plan.timeline.bytes_at[0])).split(), "5", "B", name, "forward"]
-    assert lines[2 + places[0]].split()[2:] == ["7", "B", repeated, "recomputed"]
-    assert [line.split()[2] for line in lines[3:5]] == ["-", "-"]
+    first = report.plan.graph.ops[report.plan.schedule.forward[0]].name
+    assert lines[2].split() == [*format_bytes(int(report.plan.timeline.bytes_at[0])).split(), first, "forward"]
     assert dataclasses.replace(report, plan=None).op_bytes_table() is None
-
-    lines = text_tables.as_text(report.op_bytes_table({"a:0": 100, "a:2": 105, "b:3": 109, "b:4": 0})).splitlines()
-    assert lines[2].split()[2:6] == ["5", "B", "5", "B"]
-    assert lines[2 + places[0]].split()[2:6] == ["7", "B", "9", "B"]
-    with pytest.raises(ValueError, match="did not run the code of this report"):
-        report.op_bytes_table({"c:0": 100})
 
 
 def test_the_text_says_where_memory_is_fullest_and_what_became_of_the_values():

@@ -31,33 +31,6 @@ class Allocations:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel in the code of a half."""
-
-    name: str
-    """The name of what it computes."""
-    bytes: int | None
-    """Bytes that are live while it runs, by replay; None for code that is not replayed."""
-    place: str | None = None
-    """Where the code calls it; None for code in C++."""
-    seconds: float | None = None
-    """Seconds of the kernel, beside the last op that it computes; None beside its other ops."""
-
-
-@dataclass(frozen=True)
-class KernelWork:
-    """The work of a kernel that generated code calls."""
-
-    ops: tuple[tuple[str, float], ...]
-    """Names of the ops that it computes, each with the share of the op's elements. A library kernel that the code generator put
-    in place of ops has none."""
-    read_bytes: int
-    written_bytes: int
-    is_library: bool = False
-    """True if the code generator did not write the kernel."""
-
-
-@dataclass(frozen=True)
 class HalfAllocations(Allocations):
     """The allocations of the generated code of one half."""
 
@@ -65,10 +38,6 @@ class HalfAllocations(Allocations):
     """Names and numbers of the tensors that the half receives. The events begin with their allocation."""
     results: tuple[tuple[str, int], ...] = ()
     """Names and numbers of the tensors that are live at the end because the half returns them."""
-    kernels: tuple[Kernel, ...] = ()
-    """The kernel of each op, in sequence."""
-    work: tuple[KernelWork, ...] = ()
-    """The work of each kernel, in sequence."""
 
     def with_names(self, names: Mapping[str, str]) -> HalfAllocations:
         """Returns the allocations with other names of results."""

@@ -18,8 +18,6 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from autoremat.planner.memory.code_places import START
-
 COPIED = "copied"
 """Name of the function in the joined statements that returns a copy, or its argument if its address is fixed."""
 
@@ -101,7 +99,7 @@ def _parameters(body: Sequence[ast.stmt]) -> list[str]:
 
 def _assigned(target: str, value: ast.expr) -> ast.stmt:
     """Returns an assignment that no line of the generated code has."""
-    return ast.Assign([ast.Name(target, ast.Store())], value, lineno=START)
+    return ast.Assign([ast.Name(target, ast.Store())], value, lineno=0)
 
 
 def _deleted(names: Sequence[str]) -> ast.stmt:

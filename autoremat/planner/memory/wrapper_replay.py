@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from autoremat.planner.memory.allocations import HalfAllocations, Kernel
-from autoremat.planner.memory.code_places import places_in
+from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.cpp_wrapper import as_python
 from autoremat.planner.memory.partitioned_wrapper import (
     COPIED,
@@ -165,15 +164,14 @@ def replay(
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
         return None
-    place = places_in(source) if as_python(source) is None else lambda _: None
-    parts, kernels, on_host = _unpackings(statements), _Kernels(place), _on_host(statements)
+    parts, on_host = _unpackings(statements), _on_host(statements)
     heap = Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
         size = 0 if name in on_host else size
         is_result = copied is not None and name not in copied  # of a recorded forward
         heap.allocate(size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
     for statement in statements:
-        before, needed = heap.live_bytes, 0
+        before = heap.live_bytes
         if isinstance(statement, ast.Delete):
             for name in [target.id for target in statement.targets if isinstance(target, ast.Name)]:
                 heap.release(name)
@@ -192,10 +190,7 @@ def replay(
             needed = _workspace_by_name(statement.value, made, workspaces or {}) if own is None else own
             needed += _reordered(statement.value, heap)
             heap.use_workspace(needed, _is_recorded(statement, is_recorded))
-        if isinstance(statement, (ast.Assign, ast.Expr)):
-            kernels.follow(statement, heap.live_bytes + needed)
-    allocations = replace(_allocations(heap, input_bytes, statements), kernels=tuple(kernels.found.values()))
-    return ReplayedPeak(heap.peak[True], heap.peak[False], allocations)
+    return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
 
 
 def _on_host(statements: Sequence[ast.stmt]) -> set[str]:
@@ -205,28 +200,6 @@ def _on_host(statements: Sequence[ast.stmt]) -> set[str]:
     return {
         aliased(call.args[0]) or "" for call in calls if calls_op(call, COPY_FROM_HOST) or calls_op(call, WAIT_FOR_COPY_TO_HOST)
     }
-
-
-class _Kernels:
-    """The kernels that the statements call."""
-
-    def __init__(self, place: Callable[[int], str | None]) -> None:
-        self.place = place
-        self.unwritten: set[str] = set()
-        """Buffers that are allocated, or take a buffer over, and that no kernel has written yet."""
-        self.found: dict[str, Kernel] = {}
-        """For each buffer, in sequence, the kernel that first writes it."""
-
-    def follow(self, statement: ast.Assign | ast.Expr, live_bytes: int) -> None:
-        """Notes the buffers that the statement allocates, or the kernel that it calls."""
-        if isinstance(statement, ast.Assign) and not _written_buffer(statement):
-            self.unwritten.update(name_in_code(one.id) for one in statement.targets if isinstance(one, ast.Name))
-            return
-        named = {name_in_code(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name)}
-        written = named & self.unwritten | {name_in_code(_written_buffer(statement))} - {""}
-        for name in sorted(written):
-            self.found.setdefault(name, Kernel(name, live_bytes, self.place(statement.lineno)))
-        self.unwritten -= written
 
 
 def _shares(name: str, parts: Mapping[str, list[str]], results: Callable[[str], Sequence[str]]) -> list[tuple[str, str | None]]:

@@ -7,9 +7,6 @@ import textwrap
 import pytest
 from wrapper_sources import FLOAT, empty, peak, replay_peak
 
-from autoremat.planner.memory.code_places import places_in
-from autoremat.planner.memory.wrapper_replay import replay
-
 
 def test_allocations_add_up_and_deletions_free():
     body = f"""
@@ -335,30 +332,6 @@ def test_the_workspace_of_a_nested_region_counts_where_no_other_op_has_one():
     source = "def call(args):\n    buf0 = [None] * 1\n    buf0 = region(region_args)\n    return (buf0[0],)"
     sizes = {"buf0": 400}
     assert replay_peak(source, {}, lambda name: sizes.get(name, 0), workspaces={}, workspace_of={"buf0": 100}.get) == 500
-
-
-def test_the_bytes_of_a_kernel_are_those_that_are_live_when_it_first_writes_a_buffer():
-    body = f"""
-        buf0 = {empty(10)}
-        buf1 = {empty(20)}
-        cpp_fused_add_0(x, buf0, buf1)
-        buf2 = torch.ops.aten.kernel.default(buf0)
-        del buf0
-        assert_size_stride(buf2, (100,), (1,))
-        buf3 = buf1; del buf1  # reuse
-        cpp_fused_mul_1(buf2, buf3)
-        del buf2
-        buf4 = {empty(1)}
-        extern_kernels.mm(buf3, x, out=buf4)
-        return (buf3, buf4)
-    """
-    source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
-    replayed = replay(source, {}, lambda name: 400 * (name == "buf2"), workspaces={"mm": {4: 50}})
-    kernels = replayed.allocations.kernels
-    assert [(one.name, one.bytes) for one in kernels] == [
-        ("buf0", 120), ("buf1", 120), ("buf2", 520), ("buf3", 480), ("buf4", 134),
-    ]  # fmt: skip
-    assert [one.place for one in kernels] == list(map(places_in(source), (5, 5, 6, 10, 13)))
 
 
 def test_a_copy_that_the_backward_waits_for_is_on_the_host_and_its_source_lives_to_the_wait():
