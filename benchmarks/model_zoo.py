@@ -159,6 +159,20 @@ def densenet() -> Built:
     return Classifier(nn.Sequential(*layers), width), images(32)
 
 
+class ConvNextBlock(nn.Module):
+    """A depthwise convolution, and two products over the channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return x + self.down(F.gelu(self.up(y))).permute(0, 3, 1, 2)
+
+
 class UNet(nn.Module):
     """Four levels down and up with skips across (Ronneberger et al., 2015)."""
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import model_zoo
 import torch
-from cell_cases import ConvNextBlock
 from lowering import PATIENT, ROOT
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +51,7 @@ def experts() -> Built:
 
 def convnext() -> Built:
     """Returns a ConvNeXt of two stages."""
-    small, large = ([ConvNextBlock(width, torch.float32) for _ in range(3)] for width in (16, 32))
+    small, large = ([model_zoo.ConvNextBlock(width) for _ in range(3)] for width in (16, 32))
     layers = [nn.Conv2d(3, 16, 4, stride=4), *small, nn.Conv2d(16, 32, 2, stride=2), *large]
     return model_zoo.Classifier(nn.Sequential(*layers), 32), model_zoo.images(128)
 
