@@ -1,7 +1,7 @@
 """Messages between the ranks of a job, in the store that ``init_process_group`` made.
 
 A store needs no process group of its own. Ranks that never compile therefore cannot be missed when a group is made, and no
-message can meet a collective of the training step.
+message can meet a collective of the training step. A launcher such as torchrun ends all ranks if one ends.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from autoremat.agreement.line import Line
 from autoremat.basics.errors import AgreementError
 from autoremat.torch_private.processes import Job
 
-SILENCE = 30.0
-"""Seconds without a heartbeat, or without an answer of the store, after which a rank counts as lost."""
+PATIENCE = 900.0
+"""Seconds to wait for a rank that compiles the same graph. Its planning or its measurements may take minutes."""
 
 SHORTEST, LONGEST = 0.002, 0.1
 """Seconds between two looks at the store: at first, and at most."""
@@ -33,16 +32,11 @@ def pauses() -> Iterator[None]:
         seconds = min(seconds * 1.5, LONGEST)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Channel:
     """Reads and writes JSON data under keys of the job's store. Raises ``AgreementError`` if the store does not answer."""
 
     job: Job
-    paused: float = 0.0
-    """Seconds of the longest pause of this whole process so far: a debugger, a signal, a machine that slept."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """The last failure that each other rank has told of, since it last compiled together with this one."""
-    _line: Line = field(default_factory=Line, init=False, repr=False)
 
     @property
     def prefix(self) -> str:
@@ -53,11 +47,6 @@ class Channel:
     def rank(self) -> int:
         """This process's rank in the job."""
         return self.job.rank
-
-    @property
-    def silence(self) -> float:
-        """Seconds of silence after which a rank counts as lost."""
-        return self.within(SILENCE)
 
     def within(self, seconds: float) -> float:
         """Returns ``seconds``, but at most half of the process group's timeout.
@@ -78,13 +67,28 @@ class Channel:
         """Returns the number at ``key``, after ``step`` has been added to it."""
         return int(self._ask(key, lambda: self.job.store.add(self.prefix + key, step)))
 
-    def has(self, *keys: str) -> bool:
-        """Returns True if all ``keys`` have been written."""
-        return bool(self._ask(keys[0], lambda: self.job.store.check([self.prefix + key for key in keys])))
+    def has(self, key: str) -> bool:
+        """Returns True if ``key`` has been written."""
+        return bool(self._ask(key, lambda: self.job.store.check([self.prefix + key])))
 
     def read(self, key: str) -> Any:
         """Returns the data at ``key``, or None if nobody has written there."""
         return json.loads(self._ask(key, lambda: self.job.store.get(self.prefix + key))) if self.has(key) else None
+
+    def wait_for(self, key: str, writer: int, seconds: float = PATIENCE) -> Any:
+        """Returns the data at ``key`` once rank ``writer`` has written them. Raises ``AgreementError`` after ``seconds``."""
+        limit, begin = self.within(seconds), time.monotonic()
+        for _ in pauses():
+            found = self.read(key)
+            if found is not None:
+                return found
+            if time.monotonic() - begin > limit:
+                raise AgreementError(
+                    f"rank {writer} has not answered for {limit:g} s: it has ended, hangs, or does not make this call. See "
+                    "that rank's own output for the reason",
+                    writer,
+                )
+        raise AssertionError("pauses never end")
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes ``keys`` where the store can."""
@@ -92,27 +96,15 @@ class Channel:
             for key in keys:
                 self._ask(key, lambda key=key: self.job.store.delete_key(self.prefix + key))  # type: ignore[misc]
 
-    def linger(self, key: str, number: int, seconds: float, always: bool = False) -> None:
-        """Waits up to ``seconds`` until ``key`` has been counted ``number`` times, if this process keeps the store.
-
-        The others can then read the last message before the store ends with this process. ``always`` waits in any case.
-        """
-        deadline = time.monotonic() + seconds
-        if always or self.job.keeper == self.rank:
-            with contextlib.suppress(AgreementError):
-                for _ in pauses():
-                    if self.count(key, 0) >= number or time.monotonic() > deadline:
-                        return
-
     def _ask(self, key: str, request: Callable[[], Any]) -> Any:
         """Returns the answer of the store, and turns its errors into ``AgreementError``."""
         try:
-            return self._line.ask(request, self.silence)
-        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+            return request()
+        except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
             keeper = self.job.keeper
-            who = "a process, usually the launcher," if keeper is None else f"rank {keeper}"
-            reason = "; ".join(self.failures.values()) or f"{who} has ended, is stopped or cannot be reached"
+            who = "a process, usually the launcher" if keeper is None else f"rank {keeper}"
             raise AgreementError(
-                f"{reason}. The job's store, kept by {who.rstrip(',')}, does not answer ({key}: {str(error).strip()})",
-                next(iter(self.failures), keeper),
+                f"the job's store, kept by {who}, does not answer ({key}: {str(error).strip()}). {who[0].upper()}{who[1:]} has "
+                "ended or cannot be reached: see its own output for the reason",
+                keeper,
             ) from error

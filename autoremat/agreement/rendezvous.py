@@ -8,7 +8,7 @@ A rank arrives under the name of the place in the user's code, and of its occurr
   ``ALONE`` seconds are enough for a graph without communication, which each rank may plan as it likes;
 - ranks that do not come within ``PATIENCE`` seconds, or ``BRIEFLY`` if they did not come to an earlier place either.
 
-No wait is longer than half of the process group's timeout. It ends with an error if a rank is lost or interrupted.
+No wait is longer than half of the process group's timeout. It ends with an error if a rank is interrupted.
 
 The first rank that arrives waits for the others and writes the list of members. The others only wait for that list, so a large
 job asks its store little. A rank that comes later is not on the list. It meets those that are left.
@@ -26,9 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoremat.agreement.channel import Channel, pauses
-from autoremat.agreement.presence import LINGER, Pulse, wait_for
-from autoremat.agreement.told_errors import described, restored
-from autoremat.basics.errors import AgreementError
+from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant, find_cause
 
 log = logging.getLogger("autoremat")
 
@@ -80,7 +78,7 @@ class Rendezvous:
         """Returns the meeting of this process with those of ``ranks`` that compile the graph at ``place``.
 
         ``elsewhere`` are ranks that are known to compile other graphs. ``communicates`` says whether plans of the graph have to
-        be alike. Raises ``AgreementError`` if a rank is lost meanwhile.
+        be alike. Raises ``AgreementError`` if a rank is interrupted meanwhile.
         """
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         if self.arrivals[digest] and not communicates:
@@ -133,10 +131,6 @@ class _Place:
     """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
     numbers_read: set[int] = field(default_factory=set)
     """The numbers of the arrivals that have been read. A rank that is interrupted may leave a number out."""
-    pulses: dict[int, Pulse] = field(default_factory=dict)
-    """The lives of the ranks that are awaited."""
-    noticed: set[int] = field(default_factory=set)
-    """Lost ranks that a log line has named."""
 
     @property
     def channel(self) -> Channel:
@@ -151,14 +145,13 @@ class _Place:
             self.arrive(elsewhere)
             if first == self.channel.rank:
                 self.settle(self.gathered())
-            found = wait_for(self.channel, f"{self.name}/members", first)
+            found = self.channel.wait_for(f"{self.name}/members", first)
         except BaseException as error:
             with contextlib.suppress(AgreementError):
                 self.abandon({"error": described(error), "rank": self.channel.rank})
             raise
         if "error" in found:
-            self.channel.count(f"{self.name}/heard")
-            raise restored(found["error"], first, self.channel)
+            raise restored(found["error"], first)
         return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]), found["is_needed"])
 
     def arrive(self, elsewhere: Collection[int] = ()) -> None:
@@ -183,7 +176,6 @@ class _Place:
             return
         if self.channel.read(f"{self.name}/first") == self.channel.rank:
             self.settle(told)
-            self.channel.linger(f"{self.name}/heard", len(self.expected) - 1, LINGER)
         else:
             self.arrive()  # as a member whose error ends the first round
 
@@ -210,18 +202,8 @@ class _Place:
         return {"members": sorted(self.arrived), "missing": missing, "is_needed": self.communicates}
 
     def may_come(self, rank: int, waited: float) -> bool:
-        """Returns True if an absent rank may still come in time. Raises ``AgreementError`` if it is lost and needed."""
-        if waited >= self.channel.within(self.patience(rank)) or self.waits_elsewhere(rank):
-            return False
-        pulse = self.pulses.setdefault(rank, Pulse(self.channel, rank))
-        loss = pulse.look()
-        if loss is not None and not pulse.has_left:
-            if self.communicates:
-                raise AgreementError(f"{loss}. The other ranks waited for it to compile {self.description}", rank)
-            if rank not in self.noticed:
-                self.noticed.add(rank)
-                log.warning("%s. %s is compiled again without it", loss, self.description)
-        return loss is None
+        """Returns True if an absent rank may still come in time."""
+        return waited < self.channel.within(self.patience(rank)) and not self.waits_elsewhere(rank)
 
     def patience(self, rank: int) -> float:
         """Returns the seconds to wait for an absent rank."""
@@ -245,3 +227,25 @@ def _notice(rank: int, absent: Collection[int], place: str) -> str:
         f"rank {rank} waits for rank{'s' if len(absent) > 1 else ''} {ranks} to compile {place}, so that all plan it alike. If "
         'other ranks do not compile it, pass the option agreement="off", or the list of the ranks that do'
     )
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """Returns an error as JSON data, in which it travels between ranks. Errors are never pickled."""
+    infeasible = find_cause(error, BudgetInfeasible)
+    if infeasible is not None:
+        return {"infeasible": infeasible.figures()}
+    lost = find_cause(error, AgreementError)
+    if lost is not None:
+        return {"lost": lost.rank, "text": str(lost)}
+    return {"text": f"{type(error).__name__}: {error}".removesuffix(": ")}
+
+
+def restored(told: Mapping[str, Any], rank: int) -> AgreementError | BudgetInfeasible:
+    """Returns the error that rank ``rank`` has described, as another rank raises it."""
+    if "infeasible" in told:
+        figures = dict(told["infeasible"])
+        figures["occupants"] = [Occupant(**one) for one in figures["occupants"]]
+        return BudgetInfeasible(**{"rank": rank} | {name: value for name, value in figures.items() if value is not None})
+    if "lost" in told:
+        return AgreementError(told["text"], told["lost"])
+    return AgreementError(f"compiling a graph failed on rank {rank}, so all ranks that share it stop: {told['text']}", rank)

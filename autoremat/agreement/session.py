@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoremat.agreement.channel import Channel
-from autoremat.agreement.presence import LINGER, wait_for
-from autoremat.agreement.rendezvous import Meeting
-from autoremat.agreement.told_errors import described, restored
+from autoremat.agreement.rendezvous import Meeting, described, restored
 from autoremat.basics.errors import AgreementError
 
 Parts = Mapping[int, Any]
@@ -78,10 +76,6 @@ class Session:
             except AgreementError:  # the store has gone
                 self.failed = True
 
-    @property
-    def _heard(self) -> str:
-        return f"{self.meeting.name}/heard"
-
     def _part(self, rank: int, number: int) -> str:
         return f"{self.meeting.name}/{number}/{rank}"
 
@@ -91,21 +85,20 @@ class Session:
     def _follow(self, topic: str, part: Any) -> Any:
         """Sends ``part`` and returns the leader's result."""
         self.channel.write(self._part(self.channel.rank, self.number), {"topic": topic, "part": part})
-        result = wait_for(self.channel, self._result(self.number), self.leader)
+        result = self.channel.wait_for(self._result(self.number), self.leader)
         if "error" in result:
             self.failed = True
-            self.channel.count(self._heard)
-            raise restored(result["error"], result["rank"], self.channel)
+            raise restored(result["error"], result["rank"])
         return result["value"]
 
     def _lead(self, topic: str, part: Any, decide: Callable[[Parts], Any]) -> Any:
         """Returns the result of all parts, after it has been sent to all members."""
         parts = {self.leader: part}
         for rank in self.members[1:]:
-            sent = wait_for(self.channel, self._part(rank, self.number), rank)
+            sent = self.channel.wait_for(self._part(rank, self.number), rank)
             if "error" in sent:
                 self._end(sent["error"], rank)
-                raise restored(sent["error"], rank, self.channel)
+                raise restored(sent["error"], rank)
             if sent["topic"] != topic:
                 raise AgreementError(
                     f"rank {rank} is at {sent['topic']!r} of a compilation while rank {self.leader} is at {topic!r}: their "
@@ -127,7 +120,3 @@ class Session:
             else:
                 self.channel.write(self._part(self.channel.rank, number), {"error": error})
         self.failed = True
-        if self.leads:
-            self.channel.linger(self._heard, len(self.members) - 1, LINGER)
-        else:
-            self.channel.count(self._heard)  # the leader may have failed as well, and lingers until all know

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import fx
 
-from autoremat.agreement.joining import membership
 from autoremat.basics.checks import options_of, underscored
 from autoremat.basics.errors import (
     BudgetInfeasible,
@@ -69,7 +68,6 @@ def backend(
     parsed = Options.parse(options, mode, compilers.inductor_config_names)
     note_graph()
     listen()
-    membership()  # other ranks see from now on whether this process lives, although it may share a plan later or never
     note_compiled(parsed, options, PLANNING_KEYS, until_reset())
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable
 
 from autoremat.agreement.joining import membership
-from autoremat.agreement.presence import wait_for
 from autoremat.basics.errors import OptionsError
 from autoremat.report.rank_reports import RankReports
 from autoremat.report.registry import reports
@@ -37,5 +36,5 @@ def gather_reports(ranks: Iterable[int] | None = None) -> RankReports:
         )
     channel, name = present.channel, f"reports/{next(_numbers)}"
     channel.write(f"{name}/{channel.rank}", [report.to_json() for report in reports()])
-    texts = {rank: wait_for(channel, f"{name}/{rank}", rank, channel.within(PATIENCE)) for rank in wanted}
+    texts = {rank: channel.wait_for(f"{name}/{rank}", rank, PATIENCE) for rank in wanted}
     return RankReports({rank: tuple(map(Report.from_json, of_rank)) for rank, of_rank in texts.items()})

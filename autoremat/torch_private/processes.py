@@ -30,10 +30,6 @@ class Job:
     keeper: int | None = None
     """The rank whose process keeps the store; None if the launcher or a file does, or if that is unknown."""
 
-    def another_connection(self) -> Any:
-        """Returns the store with a further connection, for another thread."""
-        return _cloned(self.store)
-
 
 _present: tuple[Any, Job] | None = None
 """The default process group and its job."""

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-
 import pytest
-from rank_threads import LONG, impatient, quick, together  # noqa: F401
+from rank_threads import quick, together  # noqa: F401
 from torch.distributed import HashStore
 
-from autoremat.agreement import channel as channels
-from autoremat.agreement import presence as presences
-from autoremat.agreement import session as sessions
 from autoremat.agreement.channel import Channel
-from autoremat.agreement.local_process import LocalProcess, State
-from autoremat.agreement.presence import Presence, Pulse
 from autoremat.agreement.rendezvous import Meeting
 from autoremat.agreement.session import Session, grouped
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant
@@ -70,46 +57,6 @@ def test_an_interrupt_of_the_leader_reaches_all():
     assert all(str(one).endswith("failed on rank 0, so all ranks that share it stop: KeyboardInterrupt") for one in others)
 
 
-def test_a_process_that_keeps_the_store_waits_until_the_others_know_its_error():
-    def body(channel):
-        channel.job = dataclasses.replace(channel.job, keeper=0)
-        if channel.rank:
-            time.sleep(0.3)
-            return session(channel).round("begin", None, lambda parts: None)
-        rounds = session(channel)
-        rounds.fail(ValueError("odd"))
-        return channel.count("test/heard", 0)
-
-    heard, *_ = together(body, 3)
-    assert heard == 2
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_rank_that_was_given_up_reads_of_itself():
-    def body(channel):
-        channel.paused = 41.0 if channel.rank == 0 else 0.0
-        rounds = session(channel)
-        if channel.rank:
-            rounds.fail(AgreementError("rank 0 has not answered for 30 s", 0))
-            return None
-        return rounds.round("begin", None, lambda parts: None)
-
-    found, _ = together(body, 2)
-    assert str(found).startswith("this process, rank 0, stood still for 41 s while a graph was compiled, and rank 1 waits 1 s")
-    assert found.rank == 0
-
-
-def test_failures_of_a_rank_by_itself_are_logged_by_the_others(caplog):
-    def body(channel):
-        if channel.rank:
-            Presence(channel).tell("failed while it compiled here by itself", MemoryError("nothing left"))
-        while not [one for one in caplog.records if "nothing left" in one.getMessage()]:
-            time.sleep(0.01)
-
-    together(body, 2)
-    assert caplog.records[0].getMessage() == "rank 1 failed while it compiled here by itself: MemoryError: nothing left"
-
-
 def test_figures_of_an_infeasible_budget_reach_all_ranks():
     error = BudgetInfeasible(
         budget_bytes=10, minimum_bytes=30, lower_bound_bytes=20, occupants=[Occupant("t", 30)], device="cpu"
@@ -128,9 +75,10 @@ def test_figures_of_an_infeasible_budget_reach_all_ranks():
     assert "within the budget of rank 0" in str(told)
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_falls_silent_ends_the_round_on_the_others(lost):
+def test_a_rank_that_does_not_answer_ends_the_round_on_the_others(lost, monkeypatch):
+    monkeypatch.setattr(Channel, "within", lambda channel, seconds: 1.0)
+
     def body(channel):
         return "gone" if channel.rank == lost else session(channel).round("begin", None, lambda parts: None)
 
@@ -141,85 +89,11 @@ def test_a_rank_that_falls_silent_ends_the_round_on_the_others(lost):
     assert all(f"rank {lost} has not answered" in str(error) for error in errors)
 
 
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(
-    ("looks", "is_lost"),
-    [
-        ([0.0, 0.4, 0.8, 1.3], True),
-        ([0.0, 0.4, 5.0], False),  # this process itself stood still
-    ],
-)
-def test_only_seconds_in_which_this_process_looked_count_as_silence(monkeypatch, looks, is_lost):
-    monkeypatch.setattr(presences, "LOOK", 0.2)
-    channel, times = Channel(Job(0, 2, HashStore())), iter([100 + at for at in looks])
-    channel.write("process/1", {"machine": "", "pid": 1, "start": ""})
-    pulse = Pulse(channel, 1, clock=lambda: next(times))
-    found = [pulse.look() for _ in looks]
-    assert [one is not None for one in found] == [False] * (len(looks) - 1) + [is_lost]
-
-
-def test_the_state_of_a_process_of_this_machine():
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process, found = LocalProcess.of(other.pid), []
-    if not process.machine:
-        pytest.skip("this system does not tell the state of processes")
-    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
-        os.kill(other.pid, number)
-        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WCONTINUED | os.WEXITED | os.WNOWAIT)
-        found.append(process.state())
-    other.communicate()
-    assert found == [State.STOPPED, State.RUNNING, State.ENDED]
-    assert process.state() is State.ENDED
-    assert dataclasses.replace(process, machine="another").state() is State.UNKNOWN
-    assert LocalProcess.of(os.getpid()).state() is State.RUNNING
-    assert dataclasses.replace(LocalProcess.of(os.getpid()), start="earlier").state() is State.ENDED
-
-
-def test_a_store_that_never_answers_is_an_error_and_later_requests_fail_at_once(monkeypatch):
-    monkeypatch.setattr(channels, "SILENCE", 0.1)
-    asked = []
-
-    class Stopped(HashStore):
-        def check(self, keys):
-            asked.append(keys)
-            time.sleep(LONG)
-
-    channel = Channel(Job(1, 2, Stopped(), keeper=0))
-    for _ in range(2):
-        with pytest.raises(AgreementError, match="rank 0 has ended, is stopped or cannot be reached") as caught:
-            channel.has("key")
-        assert caught.value.rank == 0
-    assert len(asked) == 1
-
-
 def test_parts_are_grouped_by_a_value():
     parts = {rank: {"graph": "odd" if rank % 2 else "even", "rank": rank} for rank in range(4)}
     found = grouped(parts, "graph")
     assert {graph: [*alike] for graph, alike in found.items()} == {"even": [0, 2], "odd": [1, 3]}
     assert found["odd"][3] is parts[3]
-
-
-def test_a_rank_that_gives_up_in_the_last_round_ends_it_on_the_leader(monkeypatch):
-    true, gave_up = sessions.wait_for, threading.Event()
-
-    def wait_for(channel, key, writer):
-        if channel.rank:
-            raise AgreementError("rank 0 has not answered for 30 s", 0)
-        return true(channel, key, writer)
-
-    monkeypatch.setattr(sessions, "wait_for", wait_for)
-
-    def body(channel):
-        if channel.rank == 0:
-            assert gave_up.wait(LONG)
-        try:
-            return session(channel).round("end", None, lambda parts: None)
-        finally:
-            gave_up.set()
-
-    leading, other = together(body, 2)
-    assert str(other) == "rank 0 has not answered for 30 s"
-    assert str(leading).startswith("this process, rank 0, stood still")
 
 
 def test_nothing_is_exchanged_after_an_error():
@@ -242,15 +116,6 @@ def test_an_error_ends_the_session_although_the_store_has_gone():
     with pytest.raises(AgreementError, match="connection closed"):
         rounds.round("graph", None, lambda parts: None)
     assert rounds.failed
-
-
-def test_ranks_that_fail_by_themselves_do_not_wait_for_each_other():
-    def body(channel):
-        channel.job = dataclasses.replace(channel.job, keeper=0)
-        session(channel).fail(ValueError("odd"))
-        return channel.count("test/heard", 0)
-
-    assert together(body, 3)[0] == 2
 
 
 def test_ranks_at_different_rounds_are_told_so():
