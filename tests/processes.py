@@ -129,9 +129,6 @@ def _main(folder: Path, rank: int) -> None:
 
     from torch import distributed
 
-    from autoremat.agreement import rendezvous
-
-    rendezvous.ALONE = 60.0  # on busy cores, ranks that compile the same place again can be seconds apart
     module, name, args, world_size, timeout, group = pickle.loads((folder / "call").read_bytes())
     value = error = None
     try:

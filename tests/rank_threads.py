@@ -21,7 +21,6 @@ LONG = 60.0
 def quick(monkeypatch):
     """Ranks lose patience within tenths of a second."""
     monkeypatch.setattr(meetings, "RECOMPILATION", 0.3)
-    monkeypatch.setattr(meetings, "ALONE", 0.3)
     monkeypatch.setattr(meetings, "NOTICE", 0.1)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoremat.agreement.channel import Channel
@@ -14,8 +13,6 @@ from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
 from autoremat.torch_private.processes import Job, job
-
-log = logging.getLogger("autoremat")
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,11 @@ def membership() -> Membership | None:
 
 
 @contextlib.contextmanager
-def session_at(
-    place: str, agreement: str | tuple[int, ...], elsewhere: Collection[int] = (), communicates: bool = True
-) -> Iterator[Session | None]:
+def session_at(place: str, agreement: str | tuple[int, ...]) -> Iterator[Session | None]:
     """Yields the session of all ranks that come to ``place``; None if this process is the only one.
 
-    ``agreement`` is the option. ``elsewhere`` are ranks that do not come. ``communicates`` is False if ranks may plan the graph
-    differently. An error of the body, an interrupt included, ends the session on all members.
+    ``agreement`` is the option. An error of the body, an interrupt included, ends the session on all members. Warns with
+    ``OptionWarning`` of ranks that do not come.
     """
     present = membership()
     if present is None or agreement == "off":
@@ -60,7 +55,7 @@ def session_at(
         yield None
         return
     now("waiting for the other ranks")
-    meeting = present.rendezvous.meet(place, ranks, set(elsewhere) - {present.channel.rank}, communicates)
+    meeting = present.rendezvous.meet(place, ranks)
     session = None if len(meeting.members) == 1 else Session(present.channel, meeting)
     try:
         if meeting.missing:
@@ -73,11 +68,8 @@ def session_at(
 
 
 def _tell_of_missing(meeting: Meeting, place: str) -> None:
-    """Warns that some ranks did not come, unless each rank may plan the graph by itself."""
+    """Warns that some ranks did not come."""
     ranks = ", ".join(map(str, meeting.missing))
-    if not meeting.is_needed:
-        log.info("ranks %s do not compile %s again, so the others plan it without them", ranks, place)
-        return
     warn_user(
         f"ranks {ranks} did not come to compile {place}, so the others planned it without them. Their plans may differ, and "
         'nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',

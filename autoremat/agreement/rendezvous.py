@@ -2,10 +2,8 @@
 
 A rank arrives under the name of the place in the user's code, and of its occurrence there. It waits for the others, except
 
-- ranks of other pipeline stages, which the ranks of a stage name when they arrive;
 - ranks that wait at another place, and therefore for this one;
-- ranks that have compiled this place already and do not come within ``RECOMPILATION`` seconds: shapes may change on one rank.
-  ``ALONE`` seconds are enough for a graph without communication, which each rank may plan as it likes;
+- ranks that have compiled this place already and do not come within ``RECOMPILATION`` seconds: shapes may change on one rank;
 - ranks that do not come within ``PATIENCE`` seconds, or ``BRIEFLY`` if they did not come to an earlier place either.
 
 No wait is longer than half of the process group's timeout. It ends with an error if a rank is interrupted.
@@ -34,10 +32,7 @@ PATIENCE = 300.0
 """Seconds to wait for a rank that has never compiled this place."""
 
 RECOMPILATION = 60.0
-"""Seconds to wait for a rank that has compiled this place before, if the graph communicates."""
-
-ALONE = 5.0
-"""Seconds to wait for such a rank if the graph does not communicate. Ranks that all recompile come within them."""
+"""Seconds to wait for a rank that has compiled this place before."""
 
 BRIEFLY = 5.0
 """Seconds to wait for a rank that did not come to an earlier place."""
@@ -54,8 +49,6 @@ class Meeting:
     members: tuple[int, ...]
     missing: tuple[int, ...] = ()
     """Ranks that were expected and did not come in time."""
-    is_needed: bool = True
-    """False if a member may as well plan by itself: it compiles again what was agreed before, and nothing communicates."""
 
 
 @dataclass
@@ -64,54 +57,30 @@ class Rendezvous:
 
     channel: Channel
     arrivals: Counter[str] = field(default_factory=Counter)
-    """Number of arrivals of this process at each place, without those at which it need not meet anybody."""
+    """Number of arrivals of this process at each place."""
     deserted: set[str] = field(default_factory=set)
     """Places at which recompilations of this process have waited in vain. They do not wait again."""
-    apart: set[int] = field(default_factory=set)
-    """Ranks that did not come to recompile a graph without communication, and have not come since. None waits for them."""
     abandoned: set[str] = field(default_factory=set)
     """Names of the meetings at which an error has ended the wait of this process. It does not come to them again."""
     lost: set[int] = field(default_factory=set)
     """Ranks that did not come in time, and have not come since."""
 
-    def meet(self, place: str, ranks: Iterable[int], elsewhere: Collection[int] = (), communicates: bool = True) -> Meeting:
+    def meet(self, place: str, ranks: Iterable[int]) -> Meeting:
         """Returns the meeting of this process with those of ``ranks`` that compile the graph at ``place``.
 
-        ``elsewhere`` are ranks that are known to compile other graphs. ``communicates`` says whether plans of the graph have to
-        be alike. Raises ``AgreementError`` if a rank is interrupted meanwhile.
+        Raises ``AgreementError`` if a rank is interrupted meanwhile.
         """
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
-        if self.arrivals[digest] and not communicates:
-            return self.meet_again(place, digest, frozenset(ranks), elsewhere)
         occurrence, expected = self.arrivals[digest], set(ranks)
         self.arrivals[digest] += 1
         for generation in range(len(expected)):
             name = f"meet/{digest}/{occurrence}/{generation}"
-            meeting = _Place(self, place, digest, name, occurrence, frozenset(expected)).meet(elsewhere)
+            meeting = _Place(self, place, digest, name, occurrence, frozenset(expected)).meet()
             if self.channel.rank in meeting.members:
                 self.lost = (self.lost | set(meeting.missing)) - set(meeting.members)
-                self.apart.difference_update(meeting.members)
                 return meeting
             expected -= set(meeting.members)
         raise AssertionError("the last generation has a single rank")
-
-    def meet_again(self, place: str, digest: str, ranks: frozenset[int], elsewhere: Collection[int]) -> Meeting:
-        """Returns the meeting with those that recompile the graph at ``place`` now, which does not communicate.
-
-        Ranks may do so differently often. Each comes to the first meeting whose members are not settled.
-        """
-        key = f"again/{digest}"
-        number = self.channel.count(key, 0)
-        while True:
-            name = f"{key}/{number}"
-            if name in self.abandoned:
-                number += 1
-                continue
-            meeting = _Place(self, place, digest, name, 1, ranks, communicates=False, recompilations=key).meet(elsewhere)
-            if self.channel.rank in meeting.members:
-                self.apart = (self.apart | set(meeting.missing)) - set(meeting.members)
-                return meeting
-            number += 1
 
 
 @dataclass
@@ -124,27 +93,22 @@ class _Place:
     name: str
     occurrence: int
     expected: frozenset[int]
-    communicates: bool = True
-    recompilations: str | None = None
-    """The key that counts the settled recompilations of this place; None if this is not one."""
-    arrived: dict[int, list[int]] = field(default_factory=dict)
-    """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
-    numbers_read: set[int] = field(default_factory=set)
-    """The numbers of the arrivals that have been read. A rank that is interrupted may leave a number out."""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """The ranks that have arrived, by the numbers of their arrivals. An interrupted rank may leave a number out."""
 
     @property
     def channel(self) -> Channel:
         return self.rendezvous.channel
 
-    def meet(self, elsewhere: Collection[int]) -> Meeting:
+    def meet(self) -> Meeting:
         """Returns the meeting, once its members are known."""
         try:
             self.channel.write(f"{self.name}/came/{self.channel.rank}", True)
             self.channel.write(f"at/{self.channel.rank}", self.name)
             first = int(self.channel.write_first(f"{self.name}/first", self.channel.rank))
-            self.arrive(elsewhere)
+            self.arrive()
             if first == self.channel.rank:
-                self.settle(self.gathered())
+                self.channel.write(f"{self.name}/members", self.gathered())
             found = self.channel.wait_for(f"{self.name}/members", first)
         except BaseException as error:
             with contextlib.suppress(AgreementError):
@@ -152,18 +116,12 @@ class _Place:
             raise
         if "error" in found:
             raise restored(found["error"], first)
-        return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]), found["is_needed"])
+        return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]))
 
-    def arrive(self, elsewhere: Collection[int] = ()) -> None:
-        """Tells the first rank that this one has come, and which ranks it knows to be elsewhere."""
+    def arrive(self) -> None:
+        """Tells the first rank that this one has come."""
         number = self.channel.count(f"{self.name}/count")
-        self.channel.write(f"{self.name}/arrival/{number}", {"rank": self.channel.rank, "elsewhere": sorted(elsewhere)})
-
-    def settle(self, outcome: Mapping[str, Any]) -> None:
-        """Ends the wait of all ranks with the members or with an error. Later recompilations meet under another name."""
-        if self.recompilations is not None:
-            self.channel.count(self.recompilations)
-        self.channel.write(f"{self.name}/members", outcome)
+        self.channel.write(f"{self.name}/arrival/{number}", self.channel.rank)
 
     def abandon(self, told: Mapping[str, Any]) -> None:
         """Tells the other ranks that this one does not wait any longer because of an error."""
@@ -175,7 +133,7 @@ class _Place:
         if self.channel.has(f"{self.name}/members"):
             return
         if self.channel.read(f"{self.name}/first") == self.channel.rank:
-            self.settle(told)
+            self.channel.write(f"{self.name}/members", told)
         else:
             self.arrive()  # as a member whose error ends the first round
 
@@ -183,13 +141,11 @@ class _Place:
         """Returns the members, and the ranks that were expected and did not come in time."""
         begin, noticed = time.monotonic(), False
         for _ in pauses():
-            numbers = set(range(1, 1 + self.channel.count(f"{self.name}/count", 0)))
-            for number in sorted(numbers - self.numbers_read):
-                if (found := self.channel.read(f"{self.name}/arrival/{number}")) is not None:
-                    self.numbers_read.add(number)
-                    self.arrived[int(found["rank"])] = found["elsewhere"]
+            for number in range(1, 1 + self.channel.count(f"{self.name}/count", 0)):
+                if number not in self.arrived and (rank := self.channel.read(f"{self.name}/arrival/{number}")) is not None:
+                    self.arrived[number] = int(rank)
             waited = time.monotonic() - begin
-            absent = self.expected - self.arrived.keys() - {rank for others in self.arrived.values() for rank in others}
+            absent = self.expected - set(self.arrived.values())
             awaited = {rank for rank in absent if self.may_come(rank, waited)}
             if not awaited:
                 break
@@ -197,9 +153,9 @@ class _Place:
                 noticed = True
                 log.warning("%s", _notice(self.channel.rank, awaited, self.description))
         missing = sorted(rank for rank in absent if not self.waits_elsewhere(rank))
-        if missing and self.occurrence and self.communicates:
+        if missing and self.occurrence:
             self.rendezvous.deserted.add(self.digest)
-        return {"members": sorted(self.arrived), "missing": missing, "is_needed": self.communicates}
+        return {"members": sorted({*self.arrived.values()}), "missing": missing}
 
     def may_come(self, rank: int, waited: float) -> bool:
         """Returns True if an absent rank may still come in time."""
@@ -209,8 +165,6 @@ class _Place:
         """Returns the seconds to wait for an absent rank."""
         if not self.occurrence or not self.channel.has(f"meet/{self.digest}/0/0/came/{rank}"):
             return BRIEFLY if rank in self.rendezvous.lost else PATIENCE
-        if not self.communicates:
-            return 0.0 if rank in self.rendezvous.apart else ALONE
         return 0.0 if self.digest in self.rendezvous.deserted else RECOMPILATION
 
     def waits_elsewhere(self, rank: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -83,7 +84,7 @@ def agreed_step(
     Each moment has the base bytes of the rank with the most. The budgets of device and host are the least of all ranks. Plans
     and seconds are those of the lowest rank.
 
-    The ranks meet at ``place``. ``communicates`` is False if a rank may have a step of its own when it compiles again. If ranks
+    The ranks meet at ``place``. ``communicates`` is False if each rank may have a step of its own. If ranks
     of ``gathers`` do not come, the plans run each gather once.
     """
     budget = request.limits.bytes_for(step.reference_peak_bytes)
@@ -94,7 +95,7 @@ def agreed_step(
         """Returns the joint step of each kind."""
         return {kind: _joint([*alike.values()]) for kind, alike in grouped(parts, "kind").items()}
 
-    with session_at(place, request.agreement, communicates=communicates) as session:
+    with session_at(place, request.agreement) if communicates else nullcontext() as session:
         members = () if session is None else session.members
         if gathers is not None and not gathers.ranks.issubset(members):
             step = gathers.run_once()

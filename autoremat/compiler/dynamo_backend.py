@@ -172,7 +172,7 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
     compile_with = compile_graph if request.fuses else compile_uncompiled
     try:
         begin = source_info.begin_of(gm.graph)
-        with planned_for(sizes), joined(asked, begin, may_communicate(gm), around.stage) as peers:
+        with planned_for(sizes), joined(asked, begin, may_communicate(gm)) as peers:
             found = compile_with(source, asked, peers)
         for size, limit in sizes.items():
             size.guard_at_most(limit)

@@ -32,7 +32,6 @@ from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile, graph_hash
 from autoremat.request.request import Request
-from autoremat.torch_private.pipelining import Stage
 from autoremat.torch_private.processes import job
 
 APART = "its ranks compile different graphs, or compute differently what the graph of each shows as equal on all of them"
@@ -327,17 +326,14 @@ def _slowest_by_graph(parts: Parts) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def joined(request: Request, place: str, communicates: bool, stage: Stage | None) -> Iterator[Peers]:
-    """Yields the peers that compile the graph at ``place`` together, of the ranks that run ``stage`` in a pipeline.
+def joined(request: Request, place: str, communicates: bool) -> Iterator[Peers]:
+    """Yields the peers that compile the graph at ``place`` together.
 
-    A process without peers compiles alone. A rank may compile a graph again by itself unless it ``communicates``: only repeated
-    gathers, and Inductor's messages about collectives, need the same plan on all ranks. An error of the body ends the
-    compilation on all members.
+    A process without peers compiles alone, and so does each rank unless the graph ``communicates``: only repeated gathers, and
+    Inductor's messages about collectives, need the same plan on all ranks. An error of the body ends the compilation on all
+    members.
     """
-    if stage is not None:
-        place = f"{place}, stage {stage.index} of a pipeline"
-    elsewhere = () if stage is None else stage.group_ranks
-    with session_at(place, request.agreement, elsewhere, communicates) as session:
+    with session_at(place, request.agreement) if communicates else contextlib.nullcontext() as session:
         yield ALONE if session is None else Members(session)
 
 

@@ -118,10 +118,10 @@ class Options:
         assumed rate of each process group.
     - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
     - agreement: the ranks of a distributed job that plan a shared graph alike: "auto" (all that compile it), "off" or a list.
-    - in_flight: number of calls of a graph that are open at once, as in a pipeline; the budget bounds their sum. None reads it
-        from the schedule of `torch.distributed.pipelining` that runs, and is 1 without one.
+    - in_flight: number of calls of a graph that are open at once, as in a pipeline; the budget bounds their sum. None
+        stands for 1.
     - accumulate: True to count the gradients of earlier micro-batches, which are live beside a later one. None stands for True
-        in a pipeline of several micro-batches, and for False elsewhere.
+        with `in_flight`, and for False without.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
@@ -231,8 +231,9 @@ class Options:
     @property
     def open_calls(self) -> OpenCalls:
         """The calls that are open at once, as far as the options tell."""
-        number = 1 if self.in_flight is None else self.in_flight
-        return OpenCalls(number, bool(self.accumulate), number)
+        in_pipeline = self.in_flight is not None
+        accumulates = in_pipeline if self.accumulate is None else self.accumulate
+        return OpenCalls(self.in_flight or 1, accumulates, sends_gradients=in_pipeline)
 
 
 def configure(**options: "Unpack[OptionValues]") -> None:

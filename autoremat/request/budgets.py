@@ -22,7 +22,6 @@ from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.request.grants import granted_bytes
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
-from autoremat.request.stage_calls import open_calls_of
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private.dynamo import in_few_words
 
@@ -62,7 +61,7 @@ def request_of(options: Options, around: Surroundings) -> Request:
 
 def _request_of(budget: Budget, options: Options, around: Surroundings) -> Request:
     """Returns the request under ``budget`` in place of that of the options."""
-    calls = open_calls_of(options, around.stage, budget is not None)
+    calls = options.open_calls
     limits = _limits_of(budget, options, around, calls)
     if around.why_broken is None:
         return Request.of(options, limits, calls)

@@ -23,7 +23,6 @@ from autoremat.device_memory.live_optimizers import rows_to_come
 from autoremat.measure.machine import share_of_host_memory
 from autoremat.planner.multigraph.device_budget import LedgerRow
 from autoremat.torch_private import dynamo, frames
-from autoremat.torch_private.pipelining import Stage, running_stage
 
 FREE_STEP = 64 * 2**20
 """Bytes to a multiple of which the free bytes of a device are rounded down."""
@@ -46,7 +45,7 @@ class Surroundings:
     is_card: bool = False
     """True if the device stands for a card of CUDA by name."""
     runs_here: bool = True
-    """False if another process or machine runs the graph: it has no block, stage, live optimizers or earlier graphs here."""
+    """False if another process or machine runs the graph: it has no block, live optimizers or earlier graphs here."""
 
     @classmethod
     def of(cls, module: fx.GraphModule, inputs: Sequence[Any]) -> Surroundings:
@@ -79,11 +78,6 @@ class Surroundings:
     def optimizer_rows(self) -> tuple[LedgerRow, ...]:
         """Memory that live optimizers of this process will allocate on the device."""
         return rows_to_come(self.device) if self.runs_here else ()
-
-    @cached_property
-    def stage(self) -> Stage | None:
-        """The stage of a pipeline that runs the graph; None outside of one. A step of graphs counts its calls itself."""
-        return running_stage() if self.runs_here and self.module is not None else None
 
     @cached_property
     def block(self) -> int | None:

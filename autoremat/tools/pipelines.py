@@ -10,8 +10,8 @@ from autoremat.torch_private.pipelining import calls_in_flight
 def in_flight(schedule: Any, stage_index: int) -> int:
     """Returns the most calls of a stage that are open at once under ``schedule``, for the option of the same name.
 
-    ``schedule`` is an object of ``torch.distributed.pipelining``. A stage that is compiled while its schedule runs needs no
-    option, because the backend asks the schedule itself.
+    ``schedule`` is an object of ``torch.distributed.pipelining``, made of stages that are not compiled yet. Compile their
+    modules in place afterwards: ``module.compile(backend="autoremat", options={"in_flight": ...})``.
 
     Raises ``OptionsError`` for an object that is no schedule and for a stage that it does not have. Also raises it for a
     schedule that computes the gradients of inputs and of weights in two backwards, as zero-bubble schedules do.

@@ -405,10 +405,8 @@ NAMES = (
     PrivateName("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward_mesh_info", "FSDP2 sizes"),
     PrivateName("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group", "FSDP2 sizes"),
     PrivateName("torch.distributed.pipelining.schedules:PipelineScheduleMulti.pipeline_order", "pipelines"),
-    PrivateName("torch.distributed.pipelining.schedules:PipelineScheduleMulti.step(return_outputs)", "pipelines"),
     PrivateName("torch.distributed.pipelining.schedules:PipelineScheduleSingle._num_stages", "pipelines"),
     PrivateName("torch.distributed.pipelining.schedules:PipelineScheduleSingle.pipeline_order", "pipelines"),
-    PrivateName("torch.distributed.pipelining.schedules:PipelineScheduleSingle.step(return_outputs)", "pipelines"),
     PrivateName("torch.distributed.pipelining.schedules:_Action.computation_type", "pipelines"),
     PrivateName("torch.distributed.pipelining.schedules:_Action.stage_index", "pipelines"),
     PrivateName("torch.distributed.pipelining.schedules:_Action.sub_actions", "pipelines"),
@@ -416,8 +414,5 @@ NAMES = (
     PrivateName("torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.pipeline_order_with_comms", "pipelines"),
     PrivateName("torch.distributed.pipelining.schedules:_ScheduleForwardOnly", "pipelines"),
     PrivateName("torch.distributed.pipelining.stage:PipelineStage._forward_metadata_inference", "pipelines", first=12),
-    PrivateName("torch.distributed.pipelining.stage:_PipelineStageBase.group", "pipelines"),
-    PrivateName("torch.distributed.pipelining.stage:_PipelineStageBase.is_last", "pipelines"),
-    PrivateName("torch.distributed.pipelining.stage:_PipelineStageBase.stage_index", "pipelines"),
 )
 """All private names of torch that the package uses, each with what the package lacks without it."""

@@ -1,4 +1,4 @@
-"""Torch's private names for pipelines: the stage whose forward runs now, and how many of its calls are open at once.
+"""Torch's private names for pipelines: how many calls of a stage are open at once under a schedule.
 
 Nothing here imports ``torch.distributed.pipelining``. A process that has not imported it runs no pipeline.
 """
@@ -6,12 +6,9 @@ Nothing here imports ``torch.distributed.pipelining``. A process that has not im
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
-
-from torch import distributed
 
 from autoremat.basics.checks import as_int, refused
 from autoremat.basics.errors import OptionsError
@@ -26,47 +23,6 @@ OPENS, CLOSES, SPLITS = "F", ("B", "W"), ("I", "W")
 """Actions of a schedule: the one that opens a call, those that close it, and those of a backward that runs in two parts."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage, and the place of its calls in the schedule."""
-
-    index: int
-    group_ranks: tuple[int, ...]
-    """Global ranks of the pipeline's process group."""
-    in_flight: int | None
-    """Most calls of the stage that are open at once. None if no schedule runs it, or if the schedule splits its backward."""
-    schedule: str | None = None
-    """Class name of the schedule; None if no schedule runs the stage."""
-    splits_backward: bool = False
-    """True if the schedule computes the gradients of inputs and of weights in two backwards, as zero-bubble schedules do."""
-    microbatches: int = 1
-    """Micro-batches of a step."""
-    keeps_outputs: bool = False
-    """True if the stage holds the outputs of all micro-batches to the end of the step: the last stage, unless
-    ``return_outputs=False``."""
-
-
-def running_stage() -> Stage | None:
-    """Returns the stage whose forward or backward is running in this thread; None outside of a pipeline.
-
-    The stage and its schedule are found on the call stack.
-    """
-    stages, schedules = sys.modules.get(STAGES), sys.modules.get(SCHEDULES)
-    if stages is None or schedules is None:
-        return None
-    stage: Any = None
-    schedule: Any = None
-    returns_outputs = True
-    for variables in _variables_of_methods(sys._getframe(1)):
-        owner = variables.get("self")
-        if stage is None and isinstance(owner, stages._PipelineStageBase):
-            stage = owner
-        elif stage is not None and isinstance(owner, schedules._PipelineSchedule) and schedule in (None, owner):
-            schedule = owner
-            returns_outputs = returns_outputs and bool(variables.get("return_outputs", True))
-    return None if stage is None else _stage_of(stage, schedule, schedules, returns_outputs)
-
-
 def infers_metadata() -> bool:
     """Returns True if a stage runs only to learn the shapes of its results, before the first micro-batch."""
     if STAGES not in sys.modules:
@@ -79,28 +35,7 @@ def infers_metadata() -> bool:
     return False
 
 
-def _variables_of_methods(frame: FrameType | None) -> Iterator[Mapping[str, object]]:
-    """Yields the local variables of each method on the call stack, the innermost first."""
-    while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("self",):
-            yield frame.f_locals
-        frame = frame.f_back
-
-
-def _stage_of(stage: Any, schedule: Any, schedules: ModuleType, returns_outputs: bool) -> Stage:
-    splits = schedule is not None and splits_backward(schedule)
-    return Stage(
-        index=int(stage.stage_index),
-        group_ranks=tuple(distributed.get_process_group_ranks(stage.group or distributed.group.WORLD)),
-        in_flight=None if schedule is None or splits else _most_open(schedule, int(stage.stage_index), schedules),
-        schedule=None if schedule is None else type(schedule).__name__,
-        splits_backward=splits,
-        microbatches=1 if schedule is None else int(schedule._n_microbatches),
-        keeps_outputs=schedule is not None and bool(stage.is_last) and returns_outputs,
-    )
-
-
-def splits_backward(schedule: Any) -> bool:
+def _splits_backward(schedule: Any) -> bool:
     """Returns True if ``schedule`` runs the backward of a call in two parts, for inputs and for weights."""
     return any(kind in SPLITS for _, kind in _actions(schedule))
 
@@ -117,20 +52,16 @@ def calls_in_flight(schedule: Any, stage_index: int) -> int:
             f"{type(schedule).__name__} is no schedule of torch.distributed.pipelining. Accepted: Schedule1F1B, ScheduleGPipe, "
             "ScheduleInterleaved1F1B, ScheduleLoopedBFS, and others whose backward runs in one part"
         )
-    if splits_backward(schedule):
-        raise split_backward_refused(type(schedule).__name__)
+    if _splits_backward(schedule):
+        raise OptionsError(
+            f"{type(schedule).__name__} computes the gradients of inputs and of weights in two backwards, and a compiled graph "
+            "has one. Accepted: Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B and ScheduleLoopedBFS, or stages without "
+            "torch.compile"
+        )
     index, stages = as_int(stage_index), int(schedule._num_stages)
     if index is None or not 0 <= index < stages:
         raise refused("stage_index", stage_index, f"0 to {stages - 1}, the stages of the schedule")
     return _most_open(schedule, index, schedules)
-
-
-def split_backward_refused(schedule: str) -> OptionsError:
-    """Returns the error for a schedule that splits the backward."""
-    return OptionsError(
-        f"{schedule} computes the gradients of inputs and of weights in two backwards, and a compiled graph has one backward. "
-        "Accepted: Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B and ScheduleLoopedBFS, or stages without torch.compile"
-    )
 
 
 def _most_open(schedule: Any, stage: int, schedules: ModuleType) -> int:

@@ -25,17 +25,18 @@ class Part(nn.Module):
 
 
 part = Part()
-part.compile(backend="autoremat", options={"memory_budget": 0.8})
 optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
 stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
 schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_of)
+calls = autoremat.in_flight(schedule, rank)
+part.compile(backend="autoremat", options={"memory_budget": 0.8, "in_flight": calls})
 for step in range(3):
     tokens, targets = batch(seed=step)
     losses: list[Tensor] = []
     if rank == 0:
-        schedule.step(tokens)
+        schedule.step(tokens, return_outputs=False)
     else:
-        schedule.step(target=targets, losses=losses)
+        schedule.step(target=targets, losses=losses, return_outputs=False)
     optimizer.step()
     optimizer.zero_grad()
 

@@ -44,9 +44,9 @@ class Interrupts:
         return answer
 
 
-def compile_together(channel: Channel, rendezvous: Rendezvous, communicates: bool) -> list[Any]:
+def compile_together(channel: Channel, rendezvous: Rendezvous) -> list[Any]:
     """The results of all rounds; none where this rank meets nobody."""
-    meeting = rendezvous.meet("here", range(channel.job.world_size), communicates=communicates)
+    meeting = rendezvous.meet("here", range(channel.job.world_size))
     session = Session(channel, meeting)
     return [session.round(topic, channel.rank, lambda parts: sorted(parts)) for topic in ROUNDS if len(meeting.members) > 1]
 
@@ -55,7 +55,7 @@ def compile_together(channel: Channel, rendezvous: Rendezvous, communicates: boo
 def test_an_interrupt_at_any_request_reaches_all_who_wait(seed, monkeypatch):
     draw = random.Random(seed)
     ranks = draw.randint(2, 3)
-    interrupted, again, communicates = draw.randrange(ranks), draw.random() < 0.4, draw.random() < 0.6
+    interrupted, again = draw.randrange(ranks), draw.random() < 0.4
     delays = [draw.choice([0.0, 0.0, 0.02, 0.1]) for _ in range(ranks)]
     interrupts = Interrupts(draw.randint(1, 24), draw.random() < 0.5)
     true = Channel._ask
@@ -67,22 +67,22 @@ def test_an_interrupt_at_any_request_reaches_all_who_wait(seed, monkeypatch):
     def body(channel):
         rendezvous = Rendezvous(channel)
         if again:
-            assert compile_together(channel, rendezvous, communicates) == [list(range(ranks))] * len(ROUNDS)
+            assert compile_together(channel, rendezvous) == [list(range(ranks))] * len(ROUNDS)
         if channel.rank == interrupted:
             interrupts.thread = threading.get_ident()
         time.sleep(delays[channel.rank])
         try:
-            found = compile_together(channel, rendezvous, communicates)
+            found = compile_together(channel, rendezvous)
         except (KeyboardInterrupt, AgreementError) as error:
             found = error
         interrupts.thread = None
         if not at_once:
             through.wait(LONG / 2)
-        return found, compile_together(channel, rendezvous, communicates)
+        return found, compile_together(channel, rendezvous)
 
     for rank, (first, second) in enumerate(together(body, ranks)):
         if rank == interrupted and interrupts.requests >= interrupts.request:
             assert isinstance(first, KeyboardInterrupt)
         else:
             assert isinstance(first, AgreementError | list)
-        assert second == [list(range(ranks))] * len(ROUNDS) or not communicates, "a rank may recompile such a graph alone"
+        assert second == [list(range(ranks))] * len(ROUNDS)

@@ -53,25 +53,6 @@ def test_ranks_that_compile_two_places_in_opposite_order_do_not_wait_for_each_ot
     assert first["a"] != (0, 1) or first["b"] != (0, 1)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_stages_of_pipelines_meet_by_themselves(monkeypatch, times):
-    """Ranks 0 and 2 are one pipeline, 1 and 3 the other; the second stages come only once the first ones are through."""
-    monkeypatch.setattr(meetings, "PATIENCE", 4 * LONG)
-    through = [threading.Event(), threading.Event()]
-
-    def body(channel):
-        stage, pipeline = divmod(channel.rank, 2)
-        if stage:
-            assert through[pipeline].wait(LONG)
-        rendezvous = Rendezvous(channel)
-        for _ in range(times):
-            met = rendezvous.meet(f"stage {stage}", range(4), elsewhere=[(channel.rank + 2) % 4], communicates=False)
-        through[pipeline].set()
-        return met.members
-
-    assert together(body, 4) == [(0, 1), (0, 1), (2, 3), (2, 3)]
-
-
 def test_a_rank_that_recompiles_alone_goes_on_after_a_while_and_at_once_the_next_time(caplog):
     done = threading.Event()
 
@@ -114,45 +95,6 @@ def test_a_rank_that_never_came_is_waited_for_briefly_until_it_comes(monkeypatch
     first, second = together(body, 2)
     assert first == ((0, 1), True, {1}, set())
     assert second == (0, 1)
-
-
-def test_a_graph_without_communication_is_compiled_again_alone_and_then_nobody_waits(monkeypatch):
-    done = threading.Event()
-
-    def body(channel):
-        rendezvous = Rendezvous(channel)
-        for place in "ab":
-            rendezvous.meet(place, range(2))
-        if channel.rank:
-            assert done.wait(LONG)
-            return None
-        found = [rendezvous.meet("a", range(2), communicates=False)]
-        monkeypatch.setattr(meetings, "ALONE", LONG)
-        found.append(rendezvous.meet("b", range(2), communicates=False))
-        done.set()
-        return found
-
-    found, _ = together(body, 2)
-    assert [(one.members, one.missing, one.is_needed) for one in found] == [((0,), (1,), False)] * 2
-
-
-def test_ranks_that_recompile_differently_often_meet_when_they_come_together():
-    alone = threading.Event()
-
-    def body(channel):
-        rendezvous = Rendezvous(channel)
-        rendezvous.meet("a", range(2))
-        if channel.rank:
-            solitary = [rendezvous.meet("a", range(2), communicates=False).members for _ in range(2)]
-            alone.set()
-        else:
-            solitary = []
-            assert alone.wait(LONG)
-        meetings.ALONE = LONG
-        rendezvous.apart.clear()
-        return solitary, rendezvous.meet("a", range(2), communicates=False).members
-
-    assert together(body, 2) == [([], (0, 1)), ([(1,), (1,)], (0, 1))]
 
 
 def test_a_rank_that_never_comes_is_waited_for_until_half_of_the_timeout():

@@ -18,7 +18,6 @@ from processes import run_ranks, values
 from rank_step import EAGER, SHARE, blocks, step
 
 import autoremat
-from autoremat.agreement import rendezvous
 from autoremat.capture import pricing
 from autoremat.compiler import compile_loop, joint_graph, peers, records
 from autoremat.compiler.lowering import Lowered
@@ -111,7 +110,6 @@ def with_an_uneven_batch(rank: int) -> tuple[list[int], list[str]]:
     torch._dynamo.reset()
     model, before = blocks(64, 6), len(autoremat.reports())
     compiled = torch.compile(model, backend="autoremat", options=SHARE, dynamic=False)
-    rendezvous.ALONE = 0.2  # instead of the tests' patience
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", autoremat.OptionWarning)
         for rows in (256, 300 if rank else 256):
@@ -216,7 +214,7 @@ def test_an_interrupt_of_the_leader_is_named_on_all_ranks(found):
     assert second["text"].endswith("failed on rank 0, so all ranks that share it stop: KeyboardInterrupt")
 
 
-def test_an_uneven_batch_is_planned_by_its_rank_while_the_other_is_in_a_collective(found):
+def test_a_graph_that_does_not_communicate_is_planned_by_each_rank_alone(found):
     (first, _), (second, warned) = found["uneven batch"]
     assert (len(first), len(second)) == (1, 2)
     assert second[1] > second[0] == first[0]
@@ -249,7 +247,6 @@ def test_ranks_compile_in_opposite_order(found):
 
 def many_times(rank: int, repetitions: int) -> list[Any]:
     """Steps of random depths after random pauses. One rank may find its budget infeasible or compile another graph."""
-    rendezvous.ALONE = 20.0
     common, own, found = random.Random(0), random.Random(rank), []
     for _ in range(repetitions):
         depth, case = common.randint(1, 3), common.choice(["same", "same", "infeasible", "other"])

@@ -10,16 +10,13 @@ from requests_of_options import around, profile, request_with
 from torch import fx, nn
 
 import autoremat
-from autoremat import BudgetWarning, Options, OptionsError, OptionWarning
+from autoremat import BudgetWarning, Options, OptionWarning
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.request import surroundings
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
 from autoremat.request.surroundings import running_block
-from autoremat.torch_private.pipelining import Stage
 
-STAGE = Stage(1, (0, 1), in_flight=3, schedule="Schedule1F1B", microbatches=4)
 MODULE = fx.symbolic_trace(nn.Identity())
 
 
@@ -71,17 +68,6 @@ def test_blocks_with_one_share_have_one_request():
     assert set(requests) == {0, 1}
     assert requests[0] is requests[1]
     assert "those of one block" in requests[0].limits.advice[0]
-
-
-def test_a_stage_counts_calls_of_a_graph_and_not_of_a_step(monkeypatch):
-    monkeypatch.setattr(surroundings, "running_stage", lambda: STAGE)
-    of_graph = request_of(Options(memory_budget=4096), around(module=MODULE))
-    assert (of_graph.calls.number, of_graph.calls.accumulates) == (3, True)
-    assert request_of(Options(memory_budget=4096), around()).calls == OpenCalls()
-    monkeypatch.setattr(surroundings, "running_stage", lambda: replace(STAGE, splits_backward=True))
-    with pytest.raises(OptionsError, match="Schedule1F1B"):
-        request_of(Options(memory_budget=4096), around(module=MODULE))
-    assert request_of(Options(), around(module=MODULE)).limits == Limits()
 
 
 def test_a_part_of_a_broken_function_takes_its_minimum_peak_under_a_share_alone():

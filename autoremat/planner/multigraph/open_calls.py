@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.multigraph.fronts import output_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +15,16 @@ class OpenCalls:
     """Most calls that are open at once, the running one included."""
     accumulates: bool = False
     """True if the gradients of earlier micro-batches are live beside a call, because later ones add to them."""
-    kept_outputs: int = 1
-    """Number of calls whose outputs the caller holds at once. A pipeline keeps those of its last stage to the end."""
     sends_gradients: bool = False
-    """True if the gradients of a call's inputs are live until the next call has computed its own. A pipeline sends them."""
+    """True if the gradients of inputs are live until the next call has made its own, as in a pipeline, which sends them."""
 
     def resident_bytes(self, graph: Graph, accumulated_bytes: int) -> int:
         """Returns the bytes that are live beside all open calls of ``graph``.
 
         ``accumulated_bytes`` is the size of the gradients that later micro-batches add to.
         """
-        outputs = max(0, self.kept_outputs - self.number) * output_bytes(graph)
         sent = sum(graph.values[v].bytes for v in graph.backward_outputs) - accumulated_bytes if self.sends_gradients else 0
-        return outputs + sent + (accumulated_bytes if self.accumulates else 0)
+        return sent + (accumulated_bytes if self.accumulates else 0)
 
     def of(self, graph: Graph, accumulated_bytes: int) -> Graph:
         """Returns ``graph`` with these open calls."""
