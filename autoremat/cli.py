@@ -311,6 +311,24 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
     click.echo(found.to_json() if as_json else str(found))
 
 
+@main.command(short_help="Measure the rates of this device.")
+def calibrate() -> None:
+    """Measure the rates of this device again, for cost_model="calibrated".
+
+    Other programs disturb the timings. A card with a data sheet needs no rates.
+    """
+    import torch
+
+    from autoremat.measure import calibration
+
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if not calibration.takes_measured_rates(device):
+        click.echo(f"Data sheets give the rates of {calibration.device_name(device)}: nothing is measured.")
+        return
+    rates = calibration.measure(device)
+    click.echo(f"{len(rates.curves)} rates of {rates.device} are stored in {disk_cache.folder('rates')}")
+
+
 # -- what is kept on disk ----------------------------------------------------------------------------------------------
 
 

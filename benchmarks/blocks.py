@@ -9,7 +9,7 @@ time of recomputation and of saved tensors above that of the fastest plan. It is
 plan of the whole graph has at most the predicted peak of the blocks. "Finest" is the tightest budget with three times the
 levels in each Pareto front and a plan for each block, without generated code. "Borders saved" is the plan of the whole graph
 at the peak of the blocks, if it must save what one block hands to the next, as blocks do. Each compile time is that of a
-process with empty caches, half of the baseline's peak as budget, and one step. The device is calibrated before, and Inductor
+process with empty caches, half of the baseline's peak as budget, and one step. Inductor
 has started: it has compiled one product, which takes seconds of imports and of checks of the processor. The time of the
 blocks includes the profile of the step. Written to `benchmarks/results/blocks.txt` and `.json`.
 """

@@ -6,7 +6,7 @@
 Each compilation runs in a process and with caches of its own. Own work is the fingerprint, the partitioner (capture,
 planning, rewriting) and the replay of the generated code. An attempt that was given up counts as a whole. The timers run in
 the same compilation as all else, so a busy machine slows both sides. Torch's own partitioner, which ours stands in for, is
-timed in a compilation of the same model by Inductor alone. The device is calibrated once, in a process before all others.
+timed in a compilation of the same model by Inductor alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from torch._inductor import compile_fx
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.compiler import compile_loop
 from autoremat.compiler.partitioner import Partitioner
-from autoremat.measure.calibration import rates_of
 from autoremat.torch_private import inductor_lowering
 
 BUDGETS = (None, 0.7, 0.4)
@@ -141,31 +140,22 @@ def torchs(name: str) -> float:
     return timers.seconds["partitioner"]
 
 
-def calibration() -> float:
-    """Returns the seconds of calibrating the CPU in this process."""
-    begin = time.perf_counter()
-    rates_of(torch.device("cpu"))
-    return time.perf_counter() - begin
-
-
-def in_a_process(rates: Path, *arguments: str) -> Any:
+def in_a_process(*arguments: str) -> Any:
     """Returns the JSON that this script prints with ``arguments`` in a process of its own; None if there is no plan.
 
-    The caches of that process hold nothing but the device's ``rates``.
+    The caches of that process are empty.
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "autoremat").mkdir()
-        (Path(folder) / "autoremat" / "rates").symlink_to(rates)
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "AUTOREMAT_CACHE_DIR": f"{folder}/autoremat"}
         command = [sys.executable, __file__, *arguments]
         done = subprocess.run(command, env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rows_of(name: str, rates: Path) -> Iterator[Row]:
-    partitioner = in_a_process(rates, "--one", name, "--torch")
+def rows_of(name: str) -> Iterator[Row]:
+    partitioner = in_a_process("--one", name, "--torch")
     for budget in BUDGETS:
-        found = in_a_process(rates, "--one", name, *([] if budget is None else ["--budget", str(budget)]))
+        found = in_a_process("--one", name, *([] if budget is None else ["--budget", str(budget)]))
         if found is not None:
             yield Row(name, budget, found["total"], found["attempts"], found["own"], partitioner)
 
@@ -180,7 +170,7 @@ def one(name: str, budget: float | None, by_torch: bool) -> None:
         print("null")
 
 
-def write(rows: list[Row], calibrated: float, folder: Path) -> None:
+def write(rows: list[Row], folder: Path) -> None:
     table = Table(title="A cold compilation and the first step, seconds")
     columns = ("model", "budget", "total", "attempts", *OWN, "torch's partitioner", "added %")
     for column in columns:
@@ -191,11 +181,8 @@ def write(rows: list[Row], calibrated: float, folder: Path) -> None:
         table.add_row(row.model, budget, f"{row.total:.1f}", str(row.attempts), *own, f"{row.torch_partitioner:.2f}",
                       f"{100 * row.share:.1f}")  # fmt: skip
     shares = [row.share for row in rows]
-    text = (
-        f"added to the compilation: median {statistics.median(shares):.1%}, worst {max(shares):.1%}; a calibration, apart: "
-        f"{calibrated:.0f} s"
-    )
-    setup = {"torch": torch.__version__, "cores": os.cpu_count(), "seconds of a calibration": round(calibrated, 1)}
+    text = f"added to the compilation: median {statistics.median(shares):.1%}, worst {max(shares):.1%}"
+    setup = {"torch": torch.__version__, "cores": os.cpu_count()}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "compile_time.txt").open("w") as file:
         for console in (Console(width=140), Console(width=140, file=file)):
@@ -211,24 +198,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(BUILDERS), default=list(KINDS))
     parser.add_argument("--one", choices=sorted(BUILDERS), help="compile once in this process and print its figures")
     parser.add_argument("--budget", type=float, help="for --one: a share of the peak without recomputation")
-    parser.add_argument("--calibrate", action="store_true", help="calibrate in this process and print the seconds")
     parser.add_argument("--torch", action="store_true", help="for --one: time torch's partitioner under Inductor alone")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     if arguments.one:
         one(arguments.one, arguments.budget, arguments.torch)
         return
-    if arguments.calibrate:
-        print(json.dumps(calibration()))
-        return
     rows = []
-    with tempfile.TemporaryDirectory() as rates:
-        calibrated = in_a_process(Path(rates), "--calibrate")
-        for name in arguments.models:
-            for row in rows_of(name, Path(rates)):
-                print(row, flush=True)
-                rows.append(row)
-    write(rows, calibrated, arguments.output)
+    for name in arguments.models:
+        for row in rows_of(name):
+            print(row, flush=True)
+            rows.append(row)
+    write(rows, arguments.output)
 
 
 if __name__ == "__main__":

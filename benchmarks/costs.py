@@ -319,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--models", nargs="+", choices=list(MODELS))
-    parser.add_argument("--planned-by", choices=COST_MODELS, default="calibrated", help="the cost model of autoremat's plans")
+    parser.add_argument("--planned-by", choices=COST_MODELS, default="roofline", help="the cost model of autoremat's plans")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     setting = QUICK if arguments.quick else FULL

@@ -1,7 +1,7 @@
 """Prices a captured graph by one of the cost models.
 
-- ``calibrated`` (the default): by the measured rates of the device (:mod:`autoremat.measure.calibration`).
-- ``roofline``: FLOPs and bytes by the rates of data sheets, as captured.
+- ``roofline`` (the default): FLOPs and bytes by the rates of data sheets, as captured.
+- ``calibrated``: by the measured rates of the device (:mod:`autoremat.measure.calibration`).
 
 Under both, collectives have the seconds of their process group's interconnect.
 """
@@ -31,7 +31,7 @@ def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS, others: 
     """Returns ``captured`` with the seconds of ``cost_model``, and a summary of their cost sources.
 
     ``links`` has the rates of process groups. ``others`` are the rates of another rank, which take the place of the device's
-    own. The first call for a device may measure for 30 seconds.
+    own. The first call for a device under ``calibrated`` measures.
     """
     device = joint_graphs.device_of(captured.joint)
     rates = others or (rates_of(device) if cost_model != ROOFLINE else None)
@@ -43,9 +43,8 @@ def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS, others: 
         sources[index] = CostSource.ASSUMED if link.source is LinkSource.ASSUMED else CostSource.CALIBRATED
     seconds = (op.seconds for op in captured.graph.ops)
     shown = ", ".join(sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in used.values()}))
-    is_disturbed = rates is not None and rates.is_disturbed
     model = ROOFLINE if rates is None else cost_model
-    return captured, Pricing.of(model, zip(seconds, sources, strict=True), is_disturbed, shown)
+    return captured, Pricing.of(model, zip(seconds, sources, strict=True), shown)
 
 
 def _with_communication(captured: Capture, links: Links) -> tuple[Capture, dict[int, Interconnect]]:
@@ -81,14 +80,14 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
     )
     if captured.runs_on == "cpu":
         graph = replace(graph, cached_bytes=CACHED_BYTES, cached_share=CACHED_SHARE)
-    sources = [CostSource.CALIBRATED if rates.measures(work) else CostSource.ASSUMED for work in works]
+    sources = [CostSource.CALIBRATED if work.known else CostSource.ASSUMED for work in works]
     return replace(captured, graph=graph), sources
 
 
 def identity(cost_model: str, device: torch.device) -> str:
     """Returns text that identifies the cost model's rates on ``device``; empty for data sheets.
 
-    Plans depend on the graph and on these rates. Unknown rates are measured.
+    Plans depend on the graph and on these rates. Under ``calibrated``, unknown rates are measured.
     """
     rates = rates_of(device) if cost_model != ROOFLINE else None
     return rates.digest if rates is not None else ""

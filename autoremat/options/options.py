@@ -95,8 +95,8 @@ class Options:
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
     - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found, with a warning.
         None stands for "best_effort" with a share and "raise" with bytes.
-    - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
-        nothing is measured).
+    - cost_model: the source of the ops' seconds: "roofline" (data sheets; nothing is measured) or "calibrated" (rates of the
+        device, measured once; of a card with a data sheet, those of the sheet).
     - on_planning_error: the action if a graph cannot be planned: "raise", or "fallback" to torch's partitioner, with a warning
         and without a budget. None stands for "raise" with a memory budget and "fallback" without one.
     - plan: stored plans that replace the search, as paths that `Plan.save` wrote or as plans; one or a sequence. Each graph
@@ -137,7 +137,7 @@ class Options:
     on_planning_error: str | None = None
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
-    cost_model: str = "calibrated"
+    cost_model: str = "roofline"
     plan: tuple[PlanFile, ...] | None = None
     policy: Policy | str | None = None
     save: tuple[SavePattern, ...] = ()

@@ -113,8 +113,6 @@ class ReportData:
     """Share of the step's estimated seconds that comes from the measured rates of the device."""
     assumed_share: float = 1.0
     """Share of the step's estimated seconds that comes from data sheets, or from the rates of other classes of ops."""
-    calibrated_when_busy: bool = False
-    """True if the measured rates are those of a busy machine."""
     interconnect: str = ""
     """Rates of the process groups that communicate in the step, with their sources: given, measured or assumed."""
     budget_share: float | None = None

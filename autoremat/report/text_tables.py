@@ -213,8 +213,7 @@ def whole_percents(sizes: Sequence[int]) -> list[int]:
 
 def _sources(report: ReportData) -> str:
     """Returns the cost model, and the shares of its seconds by their source."""
-    calibrated = "calibrated on a busy machine" if report.calibrated_when_busy else "calibrated"
-    shares = {calibrated: report.calibrated_share, "assumed": report.assumed_share}
+    shares = {"calibrated": report.calibrated_share, "assumed": report.assumed_share}
     text = f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share)
     return f"{text}; communication at {report.interconnect}" if report.interconnect else text
 

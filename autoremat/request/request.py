@@ -36,7 +36,7 @@ class Request:
     on_planning_error: str = "fallback"
     compiler: str = "inductor"
     time_limit: float = 10.0
-    cost_model: str = "calibrated"
+    cost_model: str = "roofline"
     interconnect_bandwidth: float | None = None
     interconnect_latency: float | None = None
     plan: tuple[PlanFile, ...] | None = None

@@ -75,9 +75,8 @@ def explain(
 ) -> Report:
     """Returns the report of the plan that the backend would choose for ``model_or_fn(*args, **kwargs)``.
 
-    The step is traced and planned without running it or allocating its tensors. Only two things run. A device that is present
-    is calibrated if it never was. Kernels without a formula for their workspace run once on synthetic tensors, as in
-    compilation.
+    The step is traced and planned without running it or allocating its tensors. Only kernels without a formula for their
+    workspace run, once, on synthetic tensors, as in compilation.
 
     The model and its inputs may be real, fake or on the meta device, because only shapes and types count. ``options`` are those
     of the backend. ``device`` is the device to plan for: a device of torch, or a CUDA GPU by name, such as "H100-80GB", present

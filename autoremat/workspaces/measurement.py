@@ -22,7 +22,7 @@ from torch import fx
 from autoremat.basics import disk_cache
 from autoremat.measure.calibration import device_key
 from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
-from autoremat.measure.timer import measurable, undisturbed
+from autoremat.measure.timer import measurable, outside_of_modes
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
 from autoremat.planner.graph.op import Trait
@@ -121,7 +121,7 @@ def measured(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout 
     name = signature(node) + (f" {layout.__name__}" if layout is not None else "")
     if name not in known and _spent < TIME_LIMIT:
         begin = time.perf_counter()
-        known[name] = undisturbed(device, lambda: _measure(node, args, kwargs, result, device, layout))
+        known[name] = outside_of_modes(device, lambda: _measure(node, args, kwargs, result, device, layout))
         _spent += time.perf_counter() - begin
         _unwritten.add(key)
     return known.get(name)

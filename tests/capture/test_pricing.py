@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import pytest
@@ -38,9 +37,7 @@ MEASURED: dict[str, Rates] = {}
 
 @pytest.fixture(autouse=True)
 def known_rates(request, monkeypatch, tmp_path):
-    """Rates and times from nowhere, except for slow tests, which measure all of them twice, however busy the machine is."""
-    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", math.inf)
-    monkeypatch.setattr(calibration, "MOST_TURNS", 2)
+    """Rates and times from nowhere, except for slow tests, which measure all of them."""
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     known = MEASURED if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
     monkeypatch.setattr(calibration, "_known", known)
@@ -157,16 +154,6 @@ def test_the_inverse_root_of_a_normalisation_is_computed_again_for_every_element
     assert root in {graph.values[value].producer for value in Planner(graph).find(None).plan.saved}
 
 
-def test_rates_of_a_busy_machine_are_marked_in_the_report(monkeypatch):
-    model = nn.Linear(4, 4)
-    for share, marked in ((0.0, False), (0.5, True)):
-        rates = dataclasses.replace(some_rates(), disturbed_share=share)
-        monkeypatch.setattr(pricing, "rates_of", lambda device, rates=rates: rates)
-        report = autoremat.explain(lambda x: model(x).sum(), torch.ones(2, 4), options={"cost_model": "calibrated"})
-        assert report.calibrated_when_busy is marked
-        assert ("100% calibrated on a busy machine" in str(report)) is marked
-
-
 def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
     x = weight(4, 4)
     result = captured(lambda: torch.linalg.inv_ex(x)[0].sum())
@@ -224,7 +211,6 @@ def test_the_report_names_the_cost_model(cost_model):
 @pytest.mark.slow
 def test_measured_costs_under_inductor(monkeypatch):
     MEASURED.clear()
-    monkeypatch.setattr(calibration, "_is_idle", lambda device: False)  # rates of a busy machine would be measured again
     expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)
     found, report = trained("calibrated")
     torch.testing.assert_close(found, expected)

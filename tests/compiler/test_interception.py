@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 import autoremat
 from autoremat.compiler import lowering, peers
 from autoremat.compiler.interception import active_interceptor, intercepted_by
-from autoremat.measure.timer import undisturbed
+from autoremat.measure.timer import outside_of_modes
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import compile_progress, compilers, hooks, inductor_lowering, symbolic_sizes
@@ -113,9 +113,9 @@ def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     cpu = torch.device("cpu")
     with symbolic_sizes.planned_for(sizes), hooks.hooked(Machine, "run", lambda method, self, number: 10):
-        assert undisturbed(cpu, symbolic_sizes.planned_identity) == "[('s0', 2, 64)]"
-        assert undisturbed(cpu, lambda: Machine().run(5)) == 5
-    assert undisturbed(cpu, symbolic_sizes.planned_identity) == "[]"
+        assert outside_of_modes(cpu, symbolic_sizes.planned_identity) == "[('s0', 2, 64)]"
+        assert outside_of_modes(cpu, lambda: Machine().run(5)) == 5
+    assert outside_of_modes(cpu, symbolic_sizes.planned_identity) == "[]"
 
 
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():

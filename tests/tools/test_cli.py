@@ -194,16 +194,13 @@ def test_explain_prints_the_report_and_stores_the_plan(training, function, tmp_p
     assert plan.peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_explain_shows_the_bytes_of_each_op(training, lower):
-    done = run("explain", f"{training}:loss", "--timeline", *(["--lower"] if lower else []))
+def test_explain_shows_the_bytes_of_each_op(training):
+    done = run("explain", f"{training}:loss", "--timeline")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    columns = ["simulated", "replayed", *(["seconds"] if lower else []), "op", "half", "where"]
-    rows = lines[1 + next(n for n, line in enumerate(lines) if line.split() == columns) :]
+    rows = lines[1 + next(n for n, line in enumerate(lines) if line.split() == ["simulated", "op", "half", "where"]) :]
     assert f"{len(rows)} executions" in done.stdout
     assert any("backward" in row for row in rows)
-    assert all(" - " in row for row in rows) != lower
 
 
 def test_explain_for_a_device_that_is_not_here_as_json(training):

@@ -87,9 +87,6 @@ SUBSTITUTES: Mapping[str, tuple[str, ...]] = {
 }
 """Types whose rates replace those of a type that was not measured. The last resort is float32."""
 
-DISTURBED = 0.1
-"""The largest share of disturbed timings with which rates count as those of an idle machine."""
-
 DOUBLE_SLOWDOWN = 2.0
 """Lower bound for the slowdown of 64-bit arithmetic against 32-bit."""
 
@@ -168,23 +165,16 @@ class Rates:
     Keys of ``curves`` are rates, or rates with a type such as ``matmul.bfloat16``.
 
     Raises ``ValueError`` unless every rate has a curve (for float32 where it depends on the type), and for an impossible launch
-    time or share.
+    time.
     """
 
     device: str
     launch_seconds: float
     curves: Mapping[str, Curve] = field(hash=False)
-    disturbed_share: float = 0.0
-    """Share of the timings during which other programs kept threads waiting."""
-    unmeasured: tuple[str, ...] = ()
-    """Names of curves that lack a measurement, because the calibration ran out of time. Data sheets or other types give their
-    seconds."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.launch_seconds <= LARGEST_FIGURE:
             raise ValueError(f"launch_seconds={self.launch_seconds} is no time")
-        if not 0 <= self.disturbed_share <= 1:
-            raise ValueError(f"disturbed_share={self.disturbed_share} is no share")
         missing = [rate.value for rate in Rate if curve_name(rate) not in self.curves]
         if missing:
             raise ValueError(f"no curve for {', '.join(missing)}")
@@ -195,18 +185,9 @@ class Rates:
         return slowest + (self.launch_seconds if work.launches else 0.0)
 
     @property
-    def is_disturbed(self) -> bool:
-        """True if the machine was busy while it was calibrated."""
-        return self.disturbed_share > DISTURBED
-
-    @property
     def saving_seconds_per_byte(self) -> float:
         """Seconds to write one byte in the forward and to read it in the backward."""
         return 2.0 * self.curves[curve_name(Rate.STREAM)].seconds(BYTES_OF_SAVING) / BYTES_OF_SAVING
-
-    def measures(self, work: Work) -> bool:
-        """Returns True if measured rates give the seconds of ``work``."""
-        return work.known and not any(self._curve_name(task) in self.unmeasured for task in work.tasks)
 
     def _curve_name(self, task: Task) -> str:
         types = (task.dtype, *SUBSTITUTES.get(task.dtype, ()), "float32")
@@ -219,9 +200,7 @@ class Rates:
     def to_json(self) -> str:
         """Returns the rates as JSON; :meth:`from_json` reads it back."""
         curves = {name: curve.points for name, curve in sorted(self.curves.items())}
-        figures = {"launch_seconds": self.launch_seconds, "disturbed_share": self.disturbed_share}
-        lacking = {"unmeasured": self.unmeasured} if self.unmeasured else {}
-        return json.dumps({"device": self.device, **figures, **lacking, "curves": curves}, indent=1)
+        return json.dumps({"device": self.device, "launch_seconds": self.launch_seconds, "curves": curves}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Rates:
@@ -231,9 +210,7 @@ class Rates:
             points = tuple[tuple[float, float], ...]
             curves = {str(name): Curve(CODEC.read(points, found)) for name, found in record["curves"].items()}
             launch_seconds = CODEC.read(float, record["launch_seconds"])
-            disturbed_share = CODEC.read(float, record.get("disturbed_share", 0.0))
-            unmeasured = CODEC.read(tuple[str, ...], record.get("unmeasured", []))
-            return cls(CODEC.read(str, record["device"]), launch_seconds, curves, disturbed_share, unmeasured)
+            return cls(CODEC.read(str, record["device"]), launch_seconds, curves)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not the rates of a device: {error}") from error
 

@@ -23,8 +23,6 @@ class Pricing:
     cost_model: str
     calibrated_share: float
     assumed_share: float
-    calibrated_when_busy: bool = False
-    """True if the machine was busy while it was calibrated."""
     interconnect: str = ""
     """The rates of the process groups with their sources, as text; empty if no op communicates."""
 
@@ -33,7 +31,6 @@ class Pricing:
         cls,
         cost_model: str,
         priced: Iterable[tuple[float, CostSource]],
-        calibrated_when_busy: bool = False,
         interconnect: str = "",
     ) -> Pricing:
         """Returns the shares for the (seconds, source) of all ops of a step."""
@@ -42,6 +39,4 @@ class Pricing:
             sums[source] += seconds
         total = sum(sums.values())
         calibrated = sums[CostSource.CALIBRATED] / total if total else 0.0
-        return cls(
-            cost_model, calibrated, sums[CostSource.ASSUMED] / total if total else 1.0, calibrated_when_busy, interconnect
-        )
+        return cls(cost_model, calibrated, sums[CostSource.ASSUMED] / total if total else 1.0, interconnect)

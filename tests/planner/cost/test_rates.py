@@ -113,7 +113,6 @@ def test_different_figures_have_different_digests():
         {"curves": {}},
         {"launch_seconds": -1},
         {"launch_seconds": "x"},
-        {"disturbed_share": 2},
         {"curves": {"matmul.float32": [[1, 2, 3]]}},
         {"curves": {"stream": [[1, 0]]}},
     ],
@@ -128,14 +127,6 @@ def test_broken_rates_are_refused(damage):
 def test_text_that_is_no_rates_is_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011
         Rates.from_json(text)
-
-
-def test_rates_of_a_busy_machine_are_marked():
-    busy = dataclasses.replace(flat(), disturbed_share=0.25)
-    assert Rates.from_json(busy.to_json()) == busy
-    assert (flat().is_disturbed, busy.is_disturbed) == (False, True)
-    older = {key: value for key, value in json.loads(flat().to_json()).items() if key != "disturbed_share"}
-    assert Rates.from_json(json.dumps(older)) == flat()
 
 
 def test_missing_curves_are_named():
