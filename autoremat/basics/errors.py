@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from autoremat.basics.advice import Advice
 from autoremat.basics.error_text import aligned, binding
 from autoremat.basics.units import bytes_apart, format_bytes, least_share, share_bytes, share_text
 
@@ -172,7 +171,7 @@ class BudgetInfeasible(AutorematError):
     """The share of the reference peak that was asked for; None for a budget in bytes."""
     reference_bytes: int | None = None
     """The reference peak, of which ``budget_share`` is a share."""
-    advice: Advice | None = field(default=None, init=False)
+    advice: Any = field(default=None, init=False)
     """What makes the step fit, if that was looked for and found."""
 
     def __post_init__(self) -> None:
@@ -199,7 +198,7 @@ class BudgetInfeasible(AutorematError):
             self.args = (self._message(),)
         return self
 
-    def advised(self, advice: Advice | None) -> None:
+    def advised(self, advice: object) -> None:
         """Ends the message with advice on what makes the step fit, if there is some."""
         self.advice = advice
         if advice is not None:

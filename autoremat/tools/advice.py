@@ -1,52 +1,120 @@
-"""Advice for a step that fits no budget: plans it under remedies and in micro-batches, and says which is cheapest."""
+"""Advice for a step that fits no budget: plans it under remedies and in micro-batches, for as long as its own plan took."""
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from autoremat.basics.advice import Advice, Trial
 from autoremat.basics.error_text import binding
-from autoremat.basics.errors import AutorematError, BudgetInfeasible, CaptureError, DeviceTooSmall
+from autoremat.basics.errors import AutorematError, BudgetInfeasible, DeviceTooSmall
 from autoremat.basics.progress import status_if_slow
-from autoremat.basics.units import format_bytes
+from autoremat.basics.units import bytes_apart, format_seconds
+from autoremat.compiler.loss_chunking import NUMBERS_OF_CHUNKS
 from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.report.binding import remedy_for
+from autoremat.report.binding import NAMES, remedy_for
+from autoremat.report.peak_snapshot import TensorCategory
 from autoremat.report.report import Report
-from autoremat.tools.remedies import Remedy, applicable, left_bytes, settings_of, with_remedies
-from autoremat.tools.size_search import Outcome, SizeSearch, minimum_bytes_of, seconds_of
+from autoremat.tools.size_search import seconds_of
 
-MOST_TRIALS = 6
+LEAST_SECONDS = 5.0
+"""Seconds that advice may take after a plan of fewer seconds."""
+
+MOST_TRIALS = 4
 """Maximum number of plans that are tried."""
 
-PLANS_OF_BATCH = 3
-"""Number of these that are left for micro-batches."""
+GRADIENTS = NAMES[TensorCategory.GRADIENT]
+GIVEN = frozenset({GRADIENTS, NAMES[TensorCategory.TANGENT], TensorCategory.RESIDENT.value})
+"""Kinds of bytes that no option and no smaller batch lowers."""
+
+UNBOUNDED = "1024GiB"
+"""The memory of a host of any size. A trial that fits names what its plan uses."""
 
 Explain = Callable[[Options, Sequence[Any], Mapping[str, Any]], Report]
 """Plans a step under options, with positional and keyword arguments. Raises ``BudgetInfeasible`` if no plan fits."""
 
 
-def advise(
-    explain: Explain, options: Options, args: Sequence[Any], kwargs: Mapping[str, Any], error: BudgetInfeasible
-) -> Advice | None:
-    """Returns what makes the step fit that ``error`` refuses under ``options``; None if stored plans are to be applied.
+@dataclass(frozen=True)
+class Trial:
+    """A plan of the same step under further options, or in micro-batches."""
 
-    Options that the user has set stay as they are.
-    """
+    options: Mapping[str, object]
+    """Options to add to those that were given."""
+    peak_bytes: int
+    """Predicted peak, or the minimum peak found, of those that the budget or the device bounds."""
+    limit_bytes: int
+    seconds: float | None
+    """Predicted seconds of forward and backward of the whole batch; None if no plan fits."""
+    batch: int
+    """Samples of one micro-batch."""
+    micro_batches: int
+
+    def __str__(self) -> str:
+        settings = [f"{name}={value!r}" for name, value in self.options.items()]
+        settings += [f"{self.micro_batches} micro-batches of {self.batch}"] if self.micro_batches > 1 else []
+        peak = " of ".join(bytes_apart(self.peak_bytes, self.limit_bytes))
+        speed = "" if self.seconds is None else f", predicted {format_seconds(self.seconds)} per step"
+        return f"{', '.join(settings) or 'the same options'}: {peak}{speed}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do about a step that does not fit. Printed as one sentence."""
+
+    trials: tuple[Trial, ...]
+    """The plans that were tried, in sequence."""
+    otherwise: str
+    """What to do if none of them fits."""
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest trial that fits; None if none does."""
+        return min(
+            (one for one in self.trials if one.seconds is not None),
+            key=lambda one: (one.seconds or 0.0, one.micro_batches),
+            default=None,
+        )
+
+    def __str__(self) -> str:
+        return self.otherwise if self.best is None else f"It fits with {self.best}."
+
+
+def advise(
+    explain: Explain, options: Options, args: Sequence[Any], kwargs: Mapping[str, Any], error: BudgetInfeasible, seconds: float
+) -> Advice | None:
+    """Returns what makes the step fit that ``error`` refuses after ``seconds``; None if stored plans are to be applied."""
     if options.plan:
         return None
-    if isinstance(error, DeviceTooSmall):
-        needed, total = format_bytes(error.minimum_bytes), format_bytes(error.budget_bytes)
-        return Advice((), f"No option and no smaller batch makes it fit: {needed} of {total} are live under every plan.")
-    search = _Trials(explain, options, args, kwargs, error)
-    search.run()
-    return Advice(tuple(search.found), search.otherwise(), tuple(search.failed))
+    found: list[Trial] = []
+    deadline = time.perf_counter() + max(seconds, LEAST_SECONDS)
+    batch = batch_of(args, kwargs)
+    for remedies, size in () if isinstance(error, DeviceTooSmall) else _settings(options, error, batch, found):
+        begin = time.perf_counter()
+        trying = _options(options, error, remedies, batch // size, min(options.time_limit, max(1.0, (deadline - begin) / 2)))
+        first = lambda leaf, size=size: leaf.narrow(0, 0, size) if _is_batched(leaf) and size < batch else leaf  # noqa: E731
+        inputs = torch.utils._pytree.tree_map(first, (tuple(args), dict(kwargs)))
+        with status_if_slow("does not fit; trying what would"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the step itself were shown, and options may have no effect
+            try:
+                found.append(_trial(explain(trying, *inputs), trying, remedies, size, batch // size))
+            except BudgetInfeasible as refused:
+                found.append(_trial(refused, trying, remedies, size, batch // size))
+            except AutorematError:  # a step may demand its own number of samples
+                break
+        if 2 * time.perf_counter() - begin > deadline or len(found) == MOST_TRIALS:  # a further one takes as long
+            break
+    text = f"Nothing tried makes it fit: {'; '.join(map(str, found))}." if found else "No option can make it fit."
+    if error.parts:
+        text += f" What binds: {binding(error.parts)}."
+    remedy = (remedy_for(error.parts[0][0]) if error.parts else "") or "a shorter sequence, or a device with more memory"
+    return Advice(tuple(found), f"{text} What would help: {remedy}.")
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -55,127 +123,65 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return int(sizes.pop()) if len(sizes) == 1 else 1
 
 
-def _is_batched(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 0 and not tensor.requires_grad and tensor.shape[0] != 1
+def _is_batched(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and not leaf.requires_grad and leaf.shape[0] != 1
 
 
-@dataclass
-class _Trials:
-    """Plans of one step that was refused, under other settings."""
-
-    explain: Explain
-    options: Options
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    error: BudgetInfeasible
-    found: list[Trial] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    """What could not be tried, with the error."""
-    least: tuple[Trial, BudgetInfeasible] | None = None
-    """The trial that came nearest to its limit of those that do not fit."""
-
-    def run(self) -> None:
-        """Tries all remedies together, each by itself if that fits, and micro-batches."""
-        joint, batch = applicable(self.options, self.error), batch_of(self.args, self.kwargs)
-        refused: Outcome | None = self.error
-        if self._can_fit(joint):
-            refused = self.outcome(joint)
-            if isinstance(refused, Report):
-                self._singles(joint, settings_of(joint, refused))
-        if batch > 1 and self.options.accumulate is not False and self._can_fit(joint, smaller_batch=True):
-            self._micro_batches(batch, joint, refused)
-
-    def _can_fit(self, remedies: Sequence[Remedy], smaller_batch: bool = False) -> bool:
-        """Returns True unless bytes that neither remedies nor a smaller batch lower exceed the budget by themselves."""
-        is_change = bool(remedies) or smaller_batch
-        return is_change and left_bytes(remedies, self.error, smaller_batch) <= self.error.budget_bytes
-
-    def _singles(self, joint: Sequence[Remedy], used: Mapping[str, object]) -> None:
-        """Tries each remedy by itself, unless it is all that the plan with ``joint`` has ``used``."""
-        for remedy in joint if len(joint) > 1 else ():
-            is_known = used.keys() <= remedy.options.keys()
-            if not is_known and len(self.found) < MOST_TRIALS - PLANS_OF_BATCH and self._can_fit((remedy,)):
-                self.outcome((remedy,))
-
-    def _micro_batches(self, batch: int, joint: Sequence[Remedy], refused: Outcome | None) -> None:
-        """Tries micro-batches of one sample, and then the largest that fit by a straight line; with remedies if needed."""
-        remedies: Sequence[Remedy] = ()
-        smallest, largest = self.outcome((), 1, batch), self.error
-        if isinstance(smallest, BudgetInfeasible) and joint and isinstance(refused, BudgetInfeasible):
-            remedies, largest = joint, refused
-            smallest = self.outcome(joint, 1, batch)
-        if not isinstance(smallest, Report):
-            return
-        line = SizeSearch(lambda size: largest, batch, {1: smallest, batch: largest}, fits=1)
-        guess = min(line.on_a_line(), batch - 1)
-        for size in [size for size in range(guess, 1, -1) if batch % size == 0]:
-            if len(self.found) >= MOST_TRIALS or not isinstance(self.outcome(remedies, size, batch), BudgetInfeasible):
-                return
-
-    def outcome(self, remedies: Sequence[Remedy], size: int | None = None, batch: int | None = None) -> Outcome | None:
-        """Returns the outcome of one trial, which is noted, as is an error. None if the step cannot be traced or planned so."""
-        count = 1 if size is None or batch is None else batch // size
-        options, inputs = self._options(remedies, count), (self.args, self.kwargs)
-        if size is not None:
-            inputs = torch.utils._pytree.tree_map(lambda leaf: _first(leaf, size), (tuple(self.args), dict(self.kwargs)))
-        asked = dict(pair for remedy in remedies for pair in remedy.options.items() if pair[1] is not None)
-        added: dict[str, object] = {"accumulate": True} if count > 1 else {}
-        told = ", ".join([*asked, *([f"micro-batches of {size}"] if count > 1 else [])])
-        outcome: Outcome
-        try:
-            with status_if_slow(f"does not fit; trying {told}"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # those of the step itself were shown, and options may have no effect
-                outcome = self.explain(options, *inputs)
-        except BudgetInfeasible as error:
-            outcome = error
-        except AutorematError as error:
-            if size is None or not isinstance(error, CaptureError):  # a step may demand its own number of samples
-                self.failed.append(f"{told} ({type(error).__name__}: {error})")
-            return None
-        settings = settings_of(remedies, outcome) if isinstance(outcome, Report) else asked
-        self._note(outcome, settings | added, size, count, options)
-        return outcome
-
-    def _options(self, remedies: Sequence[Remedy], count: int) -> Options:
-        """Returns the options of a trial in ``count`` micro-batches. A share counts as the bytes that it is now."""
-        options = with_remedies(self.options, remedies)
-        budget = options.memory_budget
-        if isinstance(budget, float):
-            options = replace(options, memory_budget=self.error.budget_bytes)
-        if count == 1:
-            return options
-        if isinstance(budget, DeviceBudget):
-            options = replace(options, memory_budget=replace(budget, accumulate=count * budget.accumulate))
-        return replace(options, accumulate=True)
-
-    def _note(self, outcome: Outcome, settings: Mapping[str, object], size: int | None, count: int, options: Options) -> None:
-        budget = options.memory_budget
-        device = budget if isinstance(budget, DeviceBudget) else None
-        limit = outcome.budget_bytes or 0 if device is None else device.total_bytes - device.reserve_bytes
-        if isinstance(outcome, Report):
-            peak = max(one.predicted_device_bytes or one.peak_bytes for one in (outcome, *outcome.others))
-            self.found.append(Trial(settings, peak, limit, count * seconds_of(outcome), size, count))
-            return
-        excess = minimum_bytes_of(outcome) - outcome.budget_bytes
-        trial = Trial(settings, limit + excess, limit, None, size, count)
-        self.found.append(trial)
-        if self.least is None or trial.peak_bytes < self.least[0].peak_bytes:
-            self.least = trial, outcome
-
-    def otherwise(self) -> str:
-        """Returns what to do if no trial fits."""
-        error = self.error if self.least is None else self.least[1]
-        text = "No option and no smaller batch can make it fit"
-        if self.least is not None:
-            text = f"Nothing tried makes it fit; nearest is {self.least[0].settings}, with {self.least[0].figures}"
-        if isinstance(budget := self.options.memory_budget, DeviceBudget):
-            text += f"; {format_bytes(budget.total_bytes - error.budget_bytes)} of the device are outside of any plan"
-        if not error.parts:
-            return f"{text}."
-        remedy = remedy_for(error.parts[0][0]) or "a shorter sequence, or a device with more memory"
-        return f"{text}. What binds: {binding(error.parts)}. What would help: {remedy}."
+def _settings(
+    options: Options, error: BudgetInfeasible, batch: int, found: Sequence[Trial]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields micro-batches of one sample, all remedies together, both if the trials ``found`` of either do not fit, and larger
+    micro-batches by a straight line."""
+    given = sum(size for kind, size in error.parts if kind in GIVEN)
+    if given > error.budget_bytes:
+        return
+    remedies, splits = _remedies(options, error), batch > 1 and options.accumulate is not False
+    if splits:
+        yield {}, 1
+    if remedies:
+        yield remedies, batch
+    if not splits:
+        return
+    if found[0].seconds is None:
+        yield remedies, 1
+        return
+    again = 0 if options.accumulate else dict(error.parts).get(GRADIENTS, 0)
+    guess = batch * (error.budget_bytes - given - again) // max(1, error.minimum_bytes - given)
+    yield from (({}, size) for size in range(min(guess, batch // 2), 1, -1) if batch % size == 0)
 
 
-def _first(leaf: Any, size: int) -> Any:
-    """Returns the first ``size`` samples of an input; whatever is no batched tensor, as it is."""
-    return leaf.narrow(0, 0, size) if isinstance(leaf, torch.Tensor) and _is_batched(leaf) else leaf
+def _remedies(options: Options, error: BudgetInfeasible) -> dict[str, Any]:
+    """Returns the options that may lower the minimum peak and that the user has not set."""
+    found, defaults = dict[str, Any](), Options()
+    if error.loss_chunks == max(NUMBERS_OF_CHUNKS) and options.chunk_loss == defaults.chunk_loss:
+        found["chunk_loss"] = 4 * error.loss_chunks  # fewer need more
+    if error.device != "cpu" and (options.host_memory, options.store) == (defaults.host_memory, defaults.store):
+        found["host_memory"] = UNBOUNDED
+    return found if options.tiles != defaults.tiles else found | {"tiles": "auto"}
+
+
+def _options(options: Options, error: BudgetInfeasible, remedies: dict[str, Any], count: int, time_limit: float) -> Options:
+    """Returns the options of a trial in ``count`` micro-batches. A share counts as the bytes that it is now."""
+    budget = error.budget_bytes if isinstance(options.memory_budget, float) else options.memory_budget
+    if isinstance(budget, DeviceBudget):
+        budget = replace(budget, accumulate=count * budget.accumulate)
+    accumulate = True if count > 1 else options.accumulate
+    return replace(options, memory_budget=budget, time_limit=time_limit, accumulate=accumulate, **remedies)
+
+
+def _trial(
+    outcome: Report | BudgetInfeasible, options: Options, remedies: Mapping[str, object], size: int, count: int
+) -> Trial:
+    budget, limit = options.memory_budget, outcome.budget_bytes or 0
+    beside = budget.total_bytes - budget.reserve_bytes - limit if isinstance(budget, DeviceBudget) else 0
+    accumulated: dict[str, object] = {"accumulate": True} if count > 1 else {}
+    if isinstance(outcome, BudgetInfeasible):
+        return Trial({**remedies, **accumulated}, outcome.minimum_bytes + beside, limit + beside, None, size, count)
+    graphs = (outcome, *outcome.others)
+    peak = max(one.predicted_device_bytes or one.peak_bytes for one in graphs)
+    used = {
+        "chunk_loss": max(one.loss_chunks for one in graphs), "tiles": max(one.tiles for one in graphs),
+        "host_memory": f"{math.ceil(max(one.host_peak_bytes for one in graphs) / 2**20)}MiB",
+    }  # fmt: skip
+    needed = {key: used[key] for key in remedies if used[key] not in (1, "0MiB")}
+    return Trial(needed | accumulated, peak, limit + beside, count * seconds_of(outcome), size, count)

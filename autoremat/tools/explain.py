@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -93,9 +94,9 @@ def explain(
     present it happens by itself if the budget is within 5 % of the minimum peak. Only the code can decide there.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced. An
-    infeasible share is a ``BudgetWarning`` with the text of that error. With ``advice``, at most six other plans of a step that
-    does not fit follow: under remedies, and in micro-batches. The text ends with the cheapest that fits, and
-    ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
+    infeasible share is a ``BudgetWarning`` with the text of that error. With ``advice``, other plans of a step that does not
+    fit follow, for as long as the first one took: under remedies, and in micro-batches. The text ends with the fastest that
+    fits, and ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
     """
     parsed = Options.parse(options, None, compilers.inductor_config_names)
 
@@ -104,12 +105,13 @@ def explain(
 
     is_wish = isinstance(parsed.memory_budget, float) and parsed.on_infeasible is None
     strict = replace(parsed, on_infeasible="raise") if is_wish else parsed
+    begin = time.perf_counter()
     with status_if_slow("explaining the step", shown=parsed.progress):
         try:
             return explain_by(model_or_fn, args, kwargs, strict, device, lower)
         except BudgetInfeasible as error:
             if advice:
-                error.advised(advise(explained, strict, args, kwargs, error))
+                error.advised(advise(explained, strict, args, kwargs, error, time.perf_counter() - begin))
             if not is_wish:
                 raise
             warn_user(f"{error}", BudgetWarning)
