@@ -98,7 +98,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
     is_estimate = False
     reference = _reference(source, request, record, may_repeat)
     while True:
-        now("tracing", attempt=len(attempts) + 1)
+        now(f"tracing, attempt {len(attempts) + 1}" if attempts else "tracing")
         context = PlanningContext(
             request,
             step.headroom_bytes,

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from autoremat.basics import disk_cache
-from autoremat.basics.progress import Tally, now
+from autoremat.basics.progress import now
 from autoremat.measure.microbenchmarks import FUSED, VERSION, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.measure.timer import Stopwatch, measurable, outside_of_modes
 from autoremat.planner.cost import (
@@ -130,15 +130,13 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
     ``RuntimeError`` if the device cannot do 32-bit arithmetic.
     """
     every = {curve_name(recipe.rate, str(recipe.dtype).removeprefix("torch.")): recipe for recipe in recipes(device, compile_)}
-    tally = Tally(len(every))
-    now(f"calibrating {device}", tally.count)
+    now(f"calibrating {device}")
     launch = timer(matmul(Place(device), TINY)[1])
     # The cost of a call of compiled code does not depend on the arithmetic in it.
     call = timer(compile_(torch.neg, torch.zeros(1, device=device)))
     found: dict[str, Points] = {}
     for name, recipe in every.items():
         found[name] = _points(recipe, Place(device, recipe.dtype), timer)
-        tally.done += 1
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Rates(device_name(device), launch, _curves(every, found, launch, call, device))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from autoremat.basics.progress import quiet
+from autoremat.basics.progress import status_if_slow
 from autoremat.planner.cost import BATCH, Rate
 from autoremat.torch_private import compilers
 
@@ -261,7 +261,7 @@ def compiled(function: Function, tensor: torch.Tensor) -> Run:
 
     module = fx.symbolic_trace(Module())
     try:
-        with quiet():  # the user sees the progress of the calibration
+        with status_if_slow("", shown=False):  # the user sees the progress of the calibration
             call = compilers.compile_with_inductor(module, [tensor], {}, {})
         call(tensor)
     except RuntimeError:  # the base class of all of Inductor's errors

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch
 
-from autoremat.basics import progress
 from autoremat.torch_private import symbolic_sizes
 
 Result = TypeVar("Result")
@@ -70,4 +69,4 @@ def outside_of_modes(device: torch.device, measure: Callable[[], Result]) -> Res
             return measure()
 
     with ThreadPoolExecutor(1, "autoremat-timing") as worker:
-        return worker.submit(progress.carried(symbolic_sizes.carried(work))).result()
+        return worker.submit(symbolic_sizes.carried(work)).result()

@@ -102,7 +102,7 @@ def plan(
     seconds = positive_seconds(time_limit, "time_limit")
     parsed = parse_budget(memory_budget, "memory_budget")
     budget = budget_bytes(parsed, single_phase.without_recomputation(graph).peak_bytes)
-    with status_if_slow(f"planning {len(graph.ops):,} ops, at most {seconds:g} s,", shown=progress_wanted()):
+    with status_if_slow(f"planning {len(graph.ops):,} ops, at most {seconds:g} s", shown=progress_wanted()):
         planning = SOLVERS[solver](graph, budget, seconds, seed)
     found = replace(
         planning.plan or planning.smallest,

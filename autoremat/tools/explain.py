@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
-from autoremat.basics.progress import status_if_slow
+from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
@@ -28,7 +28,6 @@ from autoremat.tools.dry_run import dry_runs
 from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors
-from autoremat.torch_private.compile_progress import tracing_is_told
 
 T = TypeVar("T")
 
@@ -183,11 +182,8 @@ def preview_visitor(
         def look_at(priced: PricedGraph) -> None:
             found.append(look(Preview(priced, context)))
 
-        with (
-            tracing_to(look_at, context) as partitioner,
-            target.tracing(),
-            tracing_is_told("tracing forward and backward, ops"),
-        ):
+        now("tracing forward and backward")
+        with tracing_to(look_at, context) as partitioner, target.tracing():
             on_card = target.as_on_card(module)
             fake_tensors.trace_joint(on_card, inputs, partitioner, request.fuses, config)
         return found or [None]

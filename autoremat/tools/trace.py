@@ -30,7 +30,6 @@ from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
 from autoremat.ops.tensors import tensors_in
 from autoremat.tools.target import Target, target_of
 from autoremat.torch_private import fake_tensors, frames
-from autoremat.torch_private.compile_progress import tracing_is_told
 from autoremat.torch_private.dynamo import graph_breaks
 
 T = TypeVar("T")
@@ -97,8 +96,8 @@ def trace(
         if target.is_represented:  # autocast on CUDA is written into the graphs
             warnings.filterwarnings("ignore", "CUDA is not available or torch_xla is imported", UserWarning)
         try:
-            with tracing_is_told("tracing the step, ops"):
-                fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
+            now("tracing the step")
+            fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
         except Exception as error:  # raised by the model's code, torch's tracing or the visitor
             notes.append(_stopped(error, bool(recorder.found)))
     if not recorder.found:

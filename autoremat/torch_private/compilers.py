@@ -15,9 +15,9 @@ import torch._inductor.config as inductor_config
 from torch import fx
 
 from autoremat.basics.errors import find_cause
+from autoremat.basics.progress import now
 from autoremat.options.options import Options
 from autoremat.torch_private import names
-from autoremat.torch_private.compile_progress import inductor_is_told
 from autoremat.torch_private.joint_graphs import PartitionedModules
 
 
@@ -27,7 +27,8 @@ def compile_with_inductor(
     """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code."""
     from torch._inductor.compile_fx import compile_fx
 
-    with functorch_config.patch(functorch), inductor_is_told():
+    now("compiling with Inductor")
+    with functorch_config.patch(functorch):
         compiled: Any = compile_fx(module, inputs, config_patches=config)
     return cast(Callable[..., Any], compiled)
 

@@ -17,7 +17,6 @@ import torch._inductor.config as inductor_config
 from torch import fx
 
 from autoremat.basics.errors import OptionWarning
-from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
@@ -321,7 +320,6 @@ def without_kernels() -> Iterator[None]:
 
     def only_generated(_: Method, lowering: Any) -> Any:
         lowering.codegen()
-        now("generating code")  # not "compiling kernels", the step that follows elsewhere
         # With CUDA graphs, Inductor wraps each partition of the loaded code.
         runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
         return types.SimpleNamespace(call=_not_compiled, runner=runner, __file__="")

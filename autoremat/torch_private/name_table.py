@@ -109,11 +109,7 @@ NAMES = (
     PrivateName("torch._inductor.config:triton.reorder_for_reducing_graph_partitions", "settings"),
     PrivateName("torch._inductor.config:_realize_opcount_threshold_default", "size of expressions", first=13),
     PrivateName("torch._inductor.config:realize_cpu_opcount_threshold", "limit of one expression on a CPU", first=13),
-    PrivateName("torch._inductor.async_compile:AsyncCompile.cpp_pybinding", "progress"),
-    PrivateName("torch._inductor.async_compile:AsyncCompile.wait", "progress", "self, scope"),
     PrivateName("torch._inductor.codecache:PyCodeCache.modules", "measured bytes of ops"),
-    PrivateName("torch._inductor.codecache:CodeCacheFuture", "progress"),
-    PrivateName("torch.fx.proxy:TracerBase.create_node", "progress"),
     PrivateName("torch._logging._internal:trace_structured", "structured traces", "name, metadata_fn=, payload_fn=, ..."),
     # Inductor's lowering
     PrivateName("torch._inductor.graph:GraphLowering.codegen", "peaks of code", "self"),

@@ -20,7 +20,7 @@ from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.measure.timer import outside_of_modes
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
-from autoremat.torch_private import compile_progress, compilers, hooks, inductor_lowering, symbolic_sizes
+from autoremat.torch_private import compilers, hooks, inductor_lowering, symbolic_sizes
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -71,31 +71,6 @@ def test_hooks_of_two_threads_overlap():
         left.set()
         assert found.result(LIMIT) == [20, 5]
     assert Machine().run(5) == 5
-
-
-def test_what_is_told_of_two_compilations_leaves_nothing_behind():
-    """The first ends while the second goes on: hooks of either stay what they are, and nothing of the first stays."""
-    from torch._inductor.graph import GraphLowering
-
-    entered, left = threading.Event(), threading.Event()
-
-    def second() -> object:
-        with (
-            hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"),
-            compile_progress.inductor_is_told(),
-        ):
-            entered.set()
-            assert left.wait(LIMIT)
-        with hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"):
-            return GraphLowering.codegen(Mock())
-
-    with ThreadPoolExecutor(1) as pool:
-        with compile_progress.inductor_is_told():
-            found = pool.submit(second)
-            assert entered.wait(LIMIT)
-        left.set()
-        assert found.result(LIMIT) == "ours"
-    assert "told" not in GraphLowering.codegen.__qualname__
 
 
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
