@@ -61,13 +61,12 @@ class PlanFileError(OptionsError):
 
 
 class UnsupportedTorchError(AutorematError, RuntimeError):
-    """Raised if the installed torch is outside the supported range, or lacks a private name that the package uses."""
+    """Raised if the installed torch is outside the supported range."""
 
-    def __init__(self, found: str, missing: str = "") -> None:
-        """Makes the error. ``found`` is the version of torch, ``missing`` the private name and its use."""
-        lacking = f", which has no {missing}" if missing else ""
+    def __init__(self, found: str) -> None:
+        """Makes the error. ``found`` is the version of torch."""
         super().__init__(
-            f"autoremat supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; found torch {found}{lacking}. "
+            f"autoremat supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; found torch {found}. "
             f"Install a supported version (torch>=2.{SUPPORTED_MINORS.start},<2.{SUPPORTED_MINORS.stop}) or another release of "
             "autoremat."
         )

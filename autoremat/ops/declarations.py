@@ -15,7 +15,7 @@ import torch
 from autoremat.basics.errors import OptionsError
 from autoremat.ops import grouped_products, op_traits
 from autoremat.planner.graph.op import Trait
-from autoremat.torch_private import higher_order, names
+from autoremat.torch_private import higher_order
 
 Amount = int | float | Callable[..., Any]
 """A number, or a function of the op's arguments that returns one. Tensor arguments have sizes and types, but no data."""
@@ -135,7 +135,7 @@ _REFUSED = {
 def _name_of(op: object) -> str:
     if isinstance(op, str):
         return op.removesuffix(".default")
-    op = names.read(op, "torch._library.custom_ops:CustomOpDef._opoverload", op)  # the result of torch.library.custom_op
+    op = getattr(op, "_opoverload", op)  # the result of torch.library.custom_op
     if isinstance(op, torch._ops.OpOverload):
         return f"{op._schema.name}.{op._overloadname}".removesuffix(".default")
     if isinstance(op, torch._ops.OpOverloadPacket):

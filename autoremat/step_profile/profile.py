@@ -27,7 +27,7 @@ from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
-from autoremat.torch_private import autograd, compilers, frames, names
+from autoremat.torch_private import autograd, compilers, frames
 
 
 def profile_step(
@@ -200,7 +200,7 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 def _holds_compiled(function: Any) -> bool:
     """Returns True if ``function`` is or contains a result of ``torch.compile``."""
-    if names.read(function, "torch._dynamo.eval_frame!_torchdynamo_orig_callable") is not None:
+    if getattr(function, "_torchdynamo_orig_callable", None) is not None:
         return True
     modules = [module for root in _modules_of(function) for module in root.modules()]
     return any(autograd.is_compiled(module) for module in modules)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoremat.torch_private.private_name import MINOR
+from autoremat.torch_private.names import MINOR
 
 HALF = (torch.float16, torch.bfloat16)
 

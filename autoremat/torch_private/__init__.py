@@ -1,4 +1,4 @@
-"""The only importer of torch's private names, which ``name_table.py`` lists. It decides nothing about plans.
+"""The only importer of torch's private names. It decides nothing about plans.
 
 The import raises ``UnsupportedTorchError`` unless the package supports the torch version. ``AUTOREMAT_NEWER_TORCH=1`` lets
 later versions in, to see what they break.

@@ -11,7 +11,7 @@ import torch._functorch.config as functorch_config
 from torch import fx
 from torch.autograd.graph import Node
 
-from autoremat.torch_private import compilers, names
+from autoremat.torch_private import compilers
 from autoremat.torch_private.tensor_identity import storage_key
 from autoremat.torch_private.untraced import untraced
 
@@ -89,10 +89,10 @@ def refuses_to_keep_graph(node: Node) -> bool:
 
     Its code may overwrite some of them, which are *donated* to it. Torch compiles code that is made later for what is asked.
     """
-    graph = names.read(node, "torch.autograd.function!_forward_cls")
-    backward = names.read(graph, "torch._functorch._aot_autograd.runtime_wrappers!compiled_bw")
-    facts = names.read(graph, "torch._functorch._aot_autograd.runtime_wrappers!metadata")
-    donated = names.read(facts, "torch._functorch._aot_autograd.schemas:ViewAndMutationMeta.bw_donated_idxs")
+    graph = getattr(node, "_forward_cls", None)
+    backward = getattr(graph, "compiled_bw", None)
+    facts = getattr(graph, "metadata", None)
+    donated = getattr(facts, "bw_donated_idxs", None)
     return bool(functorch_config.donated_buffer and backward is not None and donated != [])
 
 
@@ -182,7 +182,7 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the leaf tensors whose gradients ``tensor.backward()`` would accumulate."""
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []
-    accumulating = names.resolve("torch._C:_functions.AccumulateGrad")
+    accumulating: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     found: dict[int, torch.Tensor] = {}
     seen, stack = {tensor.grad_fn}, [tensor.grad_fn]
     while stack:
@@ -198,13 +198,13 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def saved_numbers(node: Node) -> Sequence[int]:
     """Returns the symbolic numbers that a compiled forward saved, as they are in this call."""
-    found: Sequence[int] = names.read(node, "torch._functorch._aot_autograd.runtime_wrappers!.symints", ())
+    found: Sequence[int] = getattr(node, "symints", ())
     return found
 
 
 def own_leaves(node: Node) -> list[torch.Tensor]:
     """Returns the leaf tensors to which the backward of ``node`` itself hands gradients."""
-    accumulating = names.resolve("torch._C:_functions.AccumulateGrad")
+    accumulating: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     return [following.variable for following, _ in node.next_functions if isinstance(following, accumulating)]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.torch_private import names
 from autoremat.torch_private.symbolic_sizes import most_of_expression
 
 
@@ -44,7 +43,7 @@ def results(buffer: Any) -> list[str]:
 
     if not isinstance(buffer, ir.ExternKernel) or buffer.get_inputs_that_alias_output():
         return []
-    found = torch.utils._pytree.tree_leaves(names.read(buffer, "torch._inductor.ir:FallbackKernel.outputs", ()))
+    found = torch.utils._pytree.tree_leaves(getattr(buffer, "outputs", ()))
     return [result.get_name() for result in found if type(result) is ir.MultiOutput]
 
 

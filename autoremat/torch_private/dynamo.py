@@ -18,35 +18,34 @@ from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 from autoremat.planner.memory.caching_allocator import ROUNDING
-from autoremat.torch_private import names
 from autoremat.torch_private.frames import RESUMED
 from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
 from autoremat.torch_private.untraced import is_untraced, untraced
 
-BY_DDP = names.resolve("torch._dynamo.backends.distributed!DDPOptimizer intentional graph-break")
+BY_DDP = "DDPOptimizer intentional graph-break"
 """The begin of the reason by which torch marks a bucket of ``DistributedDataParallel`` as broken off."""
 
-STATIC_INPUT = names.resolve("torch._dynamo.variables.builder!_dynamo_static_input_type")
+STATIC_INPUT = "_dynamo_static_input_type"
 """A key of the placeholders of parameters and buffers, whose addresses never change."""
 
-WITHOUT_RNN = names.resolve("torch._dynamo.variables.builder!RNN, GRU, or LSTM")
+WITHOUT_RNN = "RNN, GRU, or LSTM"
 """A phrase in the reason of a graph break at a module that Dynamo traces only with ``allow_rnn``."""
 
-OPENS_GRADIENT = names.resolve("torch._C._functorch:_grad_increment_nesting").__name__
+OPENS_GRADIENT = torch._C._functorch._grad_increment_nesting.__name__
 """The name of the call in a captured graph that begins a gradient of ``torch.func``: grad, vjp and what uses them."""
 
 CONTAINERS = "torch/nn/modules/container.py"
 """The end of the path of modules that call others in sequence, as a user's do."""
 
 SOURCES_OF_MODULE = (
-    names.resolve("torch._dynamo.output_graph!_param_name_to_source"),
-    names.resolve("torch._dynamo.output_graph!_source_to_user_stacks"),
+    "_param_name_to_source",
+    "_source_to_user_stacks",
 )
 """Attributes of a captured graph module. Copies of the module lack them."""
 
-SOURCE_OF_INPUT = names.resolve("torch._dynamo.output_graph!_dynamo_source")
+SOURCE_OF_INPUT = "_dynamo_source"
 """An attribute of the placeholders of a captured graph. Copies of the graph lack it."""
 
 
@@ -104,8 +103,8 @@ def _is_sharded(source: Any) -> bool:
     chain = []
     while source is not None:
         chain.append(source)
-        source = names.read(source, "torch._dynamo.source:ChainedSource.base")
-    is_parameter = any(names.read(one, "torch._dynamo.source:AttrSource.member") == "_parameters" for one in chain)
+        source = getattr(source, "base", None)
+    is_parameter = any(getattr(one, "member", None) == "_parameters" for one in chain)
     return is_parameter and any(isinstance(one, sources.FSDPNNModuleSource) for one in chain)
 
 
@@ -126,7 +125,7 @@ def graph_break_around(gm: fx.GraphModule) -> str | None:
 
     The result is empty if ``gm`` is the last part of a broken function: the reason is known for an earlier part.
     """
-    ended = names.read(gm, "torch._dynamo.output_graph!compile_subgraph_reason")
+    ended = getattr(gm, "compile_subgraph_reason", None)
     if ended is not None and ended.graph_break:
         if str(ended.reason).startswith(BY_DDP):  # buckets share one budget
             return None

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from autoremat.torch_private import names
 from autoremat.torch_private.hooks import assigned
 from autoremat.torch_private.live_bytes import is_number, is_wrapper
 
@@ -38,7 +37,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local shard of a distributed tensor; any other tensor as it is."""
     if "torch.distributed.tensor" not in sys.modules:
         return tensor
-    shard = names.read(tensor, "torch.distributed.tensor:DTensor._local_tensor")
+    shard = getattr(tensor, "_local_tensor", None)
     return shard if isinstance(shard, torch.Tensor) else tensor
 
 
@@ -122,7 +121,7 @@ class _LocalAverager:
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     """Returns the step of the optimizer's class, without the hooks that torch runs around it."""
     step: Any = type(optimizer).step
-    inner = step.__wrapped__ if names.read(step, "torch.optim.optimizer!hooked") else step
+    inner = step.__wrapped__ if getattr(step, "hooked", None) else step
     return lambda: inner(optimizer)
 
 

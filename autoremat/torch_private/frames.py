@@ -17,23 +17,24 @@ from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch._dynamo import resume_execution
 
 from autoremat.torch_private import names
 
-LIMIT = names.resolve("torch._dynamo.convert_frame!Dynamo recompile limit exceeded")
+LIMIT = "Dynamo recompile limit exceeded"
 """The begin of the reason for a frame that Dynamo has compiled too often."""
 
 MODE, LISTED = "torch dispatch mode", "skipfiles list"
 """Phrases in the reason for which Dynamo does not look at a frame."""
 
-RESUMED = names.resolve("torch._dynamo.resume_execution:TORCH_DYNAMO_RESUME_IN_PREFIX")
+RESUMED = resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX
 """The prefix in the name of a function that resumes after a graph break."""
 
 LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 """Folders of torch and of this package, whose functions are not the user's."""
 
-CODE = names.resolve("torch._dynamo.convert_frame:_compile(code)")
-COMPILER = names.resolve("torch._dynamo.convert_frame:_compile(compiler_fn)")
+CODE = "code"
+COMPILER = "compiler_fn"
 """Variables of the function in which Dynamo compiles a frame."""
 
 STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -56,15 +57,14 @@ class Compiler:
     @classmethod
     def of(cls, function: Any) -> Compiler:
         """Returns what torch's wrappers of a backend, and the one for buckets, contain."""
-        wrapped = names.resolve("torch._dynamo.convert_frame!_torchdynamo_orig_backend")
-        while (inner := getattr(function, wrapped, None)) is not None:
+        while (inner := getattr(function, "_torchdynamo_orig_backend", None)) is not None:
             function = inner
         divider = getattr(function, "__self__", None)
-        inner = names.read(divider, "torch._dynamo.backends.distributed!backend_compile_fn")
+        inner = getattr(divider, "backend_compile_fn", None)
         if inner is not None:
             return cls.of(inner)
-        backend = names.read(function, "torch:_TorchCompileWrapper.compiler_fn", function)
-        return cls(backend, names.read(function, "torch:_TorchCompileWrapper.kwargs", {}))
+        backend = getattr(function, "compiler_fn", function)
+        return cls(backend, getattr(function, "kwargs", {}))
 
 
 class Skipped(Exception):
@@ -90,7 +90,7 @@ class GivenUp:
     @property
     def line(self) -> str:
         """The user's line that Dynamo cannot trace, as "file:line"; empty if it is unknown."""
-        stack = getattr(self.error, names.resolve("torch._dynamo.exc!real_stack"), None) or ()
+        stack = getattr(self.error, "real_stack", None) or ()
         return next((f"{one.filename}:{one.lineno}" for one in reversed(stack) if not is_library(one.filename)), "")
 
     @property
@@ -161,7 +161,7 @@ def when_given_up(listener: Callable[[GivenUp], None]) -> None:
     from torch._dynamo import convert_frame
 
     # Dynamo swallows the error after this function has put it into words, outside of all its locks.
-    words = names.resolve("torch._dynamo.convert_frame:format_error_msg")
+    words: Any = vars(convert_frame)["format_error_msg"]
     if vars(words).get("listener") is listener:
         return
 

@@ -175,7 +175,9 @@ def orders_streams(node: fx.Node) -> bool:
         return target.namespace == "streams" or (node.meta.get("custom") or {}).get("stream") is not None
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return False
-    return target is names.resolve("torch._inductor.fx_passes.control_dependencies:control_deps")
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    return target is control_deps
 
 
 def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> PartitionedModules:
@@ -216,8 +218,7 @@ def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
 
 def _unwrapped(description: Any) -> Any:
     """Returns the description of a tensor for that of a component of it: of a tensor subclass's inner tensor."""
-    place = "torch._functorch._aot_autograd.descriptors:SubclassGetAttrAOTInput.base"
-    while (whole := names.read(description, place)) is not None:
+    while (whole := getattr(description, "base", None)) is not None:
         description = whole
     return description
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from autoremat.torch_private import names
-
 
 def packs_operands(dtype: torch.dtype) -> bool:
     """Returns True if oneDNN multiplies matrices of ``dtype`` on this CPU (AVX-512, AMX). It packs the operands for that."""
@@ -46,8 +44,7 @@ def machine_fingerprint() -> str:
     cuda: Any = torch.backends.cuda
     switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
     packed = [packs_operands(dtype) for dtype in (torch.bfloat16, torch.float16)]
-    probes = ("torch.cpu:_is_amx_tile_supported", "torch.cpu:_is_amx_fp16_supported")
-    tiles = [names.resolve(probe)() for probe in probes]
+    tiles = [torch.cpu._is_amx_tile_supported(), torch.cpu._is_amx_fp16_supported()]
     libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
     enabled = [*(getattr(cuda, switch)() for switch in switches), *(library.enabled for library in libraries)]
     return f"{torch.backends.cpu.get_cpu_capability()} {packed} {tiles} {enabled}"

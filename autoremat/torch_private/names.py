@@ -1,36 +1,44 @@
-"""Looks up the private names of torch in the table of :mod:`autoremat.torch_private.name_table`."""
+"""The private names of torch that not every supported version has. All others are imported where they are used."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import torch
 
-from autoremat.basics.errors import UnsupportedTorchError
-from autoremat.torch_private.name_table import NAMES
+MINOR = int(torch.__version__.split(".")[1])
+"""The minor version of the torch that runs."""
 
-BY_PLACE = {row.where: row for row in NAMES}
+VERSIONS = {
+    "torch._dynamo.convert_frame:CatchErrorsWrapper._handle_skip": range(13, 99),
+    "torch._functorch.compile_utils:fx_graph_cse(extra_node_key)": range(14, 99),
+    "torch._functorch.partitioners:_extract_fwd_bwd_modules(saved_opaque_nodes)": range(12, 99),
+    "torch._functorch.partitioners:is_opaque_node": range(12, 99),
+    "torch._inductor.codegen.cpp:CppVecKernel._use_parallel_atomic_add": range(14, 99),
+    "torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random": range(13, 99),
+    "torch._inductor.config:_realize_opcount_threshold_default": range(13, 99),
+    "torch._inductor.config:realize_cpu_opcount_threshold": range(13, 99),
+    "torch._inductor.config:use_rand4x": range(15, 99),
+    "torch._inductor.kernel.conv:convolution_backward_lowering": range(13, 99),
+    "torch._C:_accelerator_getAllocatorSettings": range(12, 99),
+    "torch.fx.experimental.symbolic_shapes:optimization_hint": range(12, 99),
+    "torch.fx.experimental.symbolic_shapes:size_hint": range(11, 12),
+    "torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY": range(13, 99),
+}
+"""Places, ``module:path`` or ``module:path(parameter)``, with the minor versions of torch that have them and that use them."""
 
 
-def resolve(where: str) -> Any:
-    """Returns the object at a place of the table; None if the table says that this torch lacks it.
-
-    The result is the name itself for a parameter, and the text for text. Raises ``UnsupportedTorchError`` if this torch should
-    have the name and lacks it.
-    """
-    row = BY_PLACE[where]
-    if not row.is_expected:
+def resolve(place: str) -> Any:
+    """Returns the object at a place, or the name of its parameter; None if this torch is not one of its versions."""
+    if MINOR not in VERSIONS[place]:
         return None
-    try:
-        return row.look_up()
-    except (ImportError, AttributeError, LookupError) as error:
-        raise UnsupportedTorchError(torch.__version__, f"{row.where} (for {row.lost})") from error
-
-
-def read(owner: object, where: str, default: Any = None) -> Any:
-    """Returns the attribute of ``owner`` whose name is the last part of a place of the table; ``default`` if it has none.
-
-    The attribute may be missing because ``owner`` is of another kind. Raises the errors of :func:`resolve`.
-    """
-    resolve(where)
-    return getattr(owner, where.replace("!", ".").rpartition(".")[2], default)
+    module, _, path = place.partition(":")
+    path, _, parameter = path.rstrip(")").partition("(")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    if parameter and parameter not in inspect.signature(found).parameters:
+        raise AttributeError(place)
+    return parameter or found

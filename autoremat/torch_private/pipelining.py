@@ -12,7 +12,6 @@ from typing import Any
 
 from autoremat.basics.checks import as_int, refused
 from autoremat.basics.errors import OptionsError
-from autoremat.torch_private import names
 
 STAGES, SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
 
@@ -86,9 +85,8 @@ def _most_open_by(kinds: Iterable[str]) -> int:
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
     """Yields the actions of ``schedule`` on all ranks, in sequence, each with its stage. Compound actions are taken apart."""
-    order = names.read(schedule, "torch.distributed.pipelining.schedules:PipelineScheduleMulti.pipeline_order")
-    with_sends = "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.pipeline_order_with_comms"
-    for actions in (order or names.read(schedule, with_sends) or {}).values():
+    order = getattr(schedule, "pipeline_order", None)
+    for actions in (order or getattr(schedule, "pipeline_order_with_comms", None) or {}).values():
         for action in filter(None, actions):
             for single in action.sub_actions or (action,):
                 yield int(single.stage_index), str(single.computation_type.value)

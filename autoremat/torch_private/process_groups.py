@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
-
-from autoremat.torch_private import names
 
 UNKNOWN_RANKS = 1 << 20
 """Ranks of a group that this process does not know. The share that each rank sends is then nearly 1, its upper bound."""
@@ -16,14 +15,15 @@ def name_of(group: object) -> str:
     """Returns the name of the process group that a collective's argument holds: a name, or the group itself."""
     if isinstance(group, str):
         return group
-    return str(names.read(group, "torch._C._distributed_c10d:ProcessGroup.group_name", group))
+    return str(getattr(group, "group_name", group))
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
     """Returns the process group of that name; None if this process does not know it."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    known: Callable[[str], dist.ProcessGroup] = names.resolve("torch.distributed.distributed_c10d:_resolve_process_group")
+    distributed: Any = dist.distributed_c10d
+    known: Callable[[str], dist.ProcessGroup] = distributed._resolve_process_group
     try:
         return known(name)
     except (LookupError, ValueError, RuntimeError):
@@ -60,7 +60,7 @@ def members() -> str:
     """Returns the name of each process group of this process with its ranks in sequence, as text; empty without groups."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
-    groups: Mapping[dist.ProcessGroup, str] = names.resolve("torch.distributed.distributed_c10d:_world.pg_names")
+    groups: Mapping[dist.ProcessGroup, str] = dist.distributed_c10d._world.pg_names
     return f"{sorted((name, dist.get_process_group_ranks(group)) for group, name in groups.items())}"
 
 

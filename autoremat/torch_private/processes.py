@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoremat.torch_private import names
-
 IN_ONE_PROCESS = ("fake", "threaded")
 """Backends of process groups whose ranks are not processes, as tests of torch use them."""
 
@@ -64,8 +62,8 @@ def _cloned(store: Any) -> Any:
 def _timeout_of(group: Any) -> float:
     """Returns the least timeout in seconds of the group's backends."""
     backends = (group._get_backend(torch.device(kind)) for kind in group._device_types)
-    options = (names.read(backend, "torch._C._distributed_c10d:ProcessGroupGloo.options") for backend in backends)
-    found = (names.read(one, "torch._C._distributed_c10d:Backend.Options._timeout") for one in options)
+    options = (getattr(backend, "options", None) for backend in backends)
+    found = (getattr(one, "_timeout", None) for one in options)
     default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
     return min((one.total_seconds() for one in found if one is not None), default=default.total_seconds())
 

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from autoremat.torch_private import names
 from autoremat.torch_private.dynamo import copied_with_sources
 from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.hooks import assigned
@@ -67,14 +66,15 @@ class PartOfGraph:
 def is_split() -> bool:
     """Returns True if the graph that Dynamo compiles now was split."""
     context = TracingContext.try_get()
-    places = ("torch._guards:TracingContext.ddp_optimizer_ctx", "torch._guards:TracingContext.fakify_first_call")
-    marks = [names.read(context, place) for place in places]
+    marks = [getattr(context, name, None) for name in ("ddp_optimizer_ctx", "fakify_first_call")]
     return any(mark is not None and mark is not False for mark in marks)
 
 
 def current_split() -> Split | None:
     """Returns the split whose part is compiled now; None if there is none."""
-    code = names.resolve("torch._dynamo.backends.distributed:SubmodCompiler.run_node").__code__
+    from torch._dynamo.backends.distributed import SubmodCompiler
+
+    code = SubmodCompiler.run_node.__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

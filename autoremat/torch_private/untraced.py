@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from autoremat.torch_private import names
-
 
 @torch.compiler.disable(reason="autoremat watches the step")  # type: ignore[no-untyped-call,untyped-decorator]
 def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -47,4 +45,6 @@ def when_dropped(value: object, function: Callable[..., Any], *args: Any) -> Non
 
 def skip_frames_of(function: Any) -> None:
     """Has Dynamo leave alone the frames that run the code of ``function``. It still looks at what they call."""
-    names.resolve("torch._dynamo.eval_frame:skip_code")(function.__code__)
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)

@@ -157,8 +157,6 @@ def test_unsupported_torch_names_the_found_and_the_supported():
     first, last = SUPPORTED_MINORS[0], SUPPORTED_MINORS[-1]
     assert str(error).startswith(f"autoremat supports torch 2.{first} to 2.{last}; found torch 2.9.1+cu128. ")
     assert f"(torch>=2.{first},<2.{last + 1})" in str(error)
-    lacking = UnsupportedTorchError("2.12.0", "torch._C:name (for tests)")
-    assert "found torch 2.12.0, which has no torch._C:name (for tests). " in str(lacking)
 
 
 ALL_ERRORS = [
@@ -166,7 +164,6 @@ ALL_ERRORS = [
     AgreementError("rank 1 has ended", 1),
     OptionsError("option"),
     UnsupportedTorchError("1.13"),
-    UnsupportedTorchError("2.13.0", "torch._C:name (for tests)"),
     CaptureError("capture"),
     TransferError("transfer"),
     PlanInvalid("plan"),

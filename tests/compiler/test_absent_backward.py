@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import autoremat
 from autoremat.basics.errors import OptionWarning
 from autoremat.compiler import absent_backward
-from autoremat.torch_private import dynamo, frames, private_name
+from autoremat.torch_private import dynamo, frames, names
 
 BUDGET = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": "1MiB"}
 WEIGHT, X = torch.randn(8, 8), torch.randn(4, 8)
@@ -60,7 +60,7 @@ def test_a_function_that_requires_no_gradient_is_told_of():
         compiled(loss)(WEIGHT, X)
 
 
-@pytest.mark.skipif(private_name.MINOR < 12, reason="this torch breaks a graph at requires_grad_")
+@pytest.mark.skipif(names.MINOR < 12, reason="this torch breaks a graph at requires_grad_")
 def test_a_result_that_depends_on_no_gradient_is_told_of():
     with pytest.warns(OptionWarning, match="nothing is returned that depends on one"):
         compiled(lambda x: loss(WEIGHT.clone().requires_grad_(), x).detach())(X)

@@ -8,7 +8,7 @@ import torch
 from autoremat.compiler import counting
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.torch_private import allocator
-from autoremat.torch_private.private_name import MINOR
+from autoremat.torch_private.names import MINOR
 
 MIB = 2**20
 

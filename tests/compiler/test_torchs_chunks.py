@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.basics.errors import OptionWarning
-from autoremat.torch_private.private_name import MINOR
+from autoremat.torch_private.names import MINOR
 
 LARGE = 8192
 

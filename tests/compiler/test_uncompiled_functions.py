@@ -17,7 +17,7 @@ from uncompilable import KINDS, PLACES, ROWS, WIDTH, step_with
 import autoremat
 from autoremat.basics.errors import BudgetWarning
 from autoremat.compiler import breaks
-from autoremat.torch_private import frames, private_name
+from autoremat.torch_private import frames, names
 
 OPTIONS = {"memory_budget": 0.9, "compiler": "aot_eager", "cost_model": "roofline"}
 
@@ -134,7 +134,7 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(private_name.MINOR < 13, reason="this torch does not say why it skips a frame")
+@pytest.mark.skipif(names.MINOR < 13, reason="this torch does not say why it skips a frame")
 def test_a_first_step_within_a_mode_of_the_dispatcher_is_told_of():
     def loss(x: torch.Tensor) -> torch.Tensor:
         return layers[0](x).square().mean()
@@ -146,7 +146,7 @@ def test_a_first_step_within_a_mode_of_the_dispatcher_is_told_of():
     assert warned(step, inputs()) == []
 
 
-@pytest.mark.skipif(private_name.MINOR < 13, reason="this torch does not say why it skips a frame")
+@pytest.mark.skipif(names.MINOR < 13, reason="this torch does not say why it skips a frame")
 def test_modules_of_torch_that_dynamo_skips_are_told_of():
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
     model.compile(backend="autoremat", options=OPTIONS)
