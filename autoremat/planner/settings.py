@@ -106,8 +106,6 @@ class BoundSettings:
     stretches: int = 8
     """Number of stretches of the backward. The program points are the start of the backward and, in each stretch, the op with
     the most fixed bytes."""
-    forward_stretches: int = 8
-    """Number of stretches of the forward, each with a program point, for graphs with forms."""
     single_phase_stretches: int = 16
     """Number of stretches of a single-phase graph. The op with the most live bytes in each stretch gives a lower bound."""
     peak_cuts: int = 300_000

@@ -14,16 +14,7 @@ If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of 
 the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
 of its own.
 
-*Stays* free more bytes: those that the engines store while the step runs up to ``t``, and ``rate`` more for each second that it
-waits, converts or recomputes before (:mod:`.relief`). Let ``E`` be these seconds. The cut is recomputed behind ``t``, so
-
-    cost of a plan  >=  E + max(0, X - price * rate * E),    X = cost of cut(t, price) - price * (room + bytes stored meanwhile)
-
-At a price of at most ``1 / rate``, this is at least ``X`` for every ``E``. No waiting frees more bytes than all forms do, so a
-price above it is a bound with these bytes. Only the bytes of forms count where seconds do not.
-
-In graphs that fuse, a recomputed op may cost nothing and still run in a kernel that takes a while. So no seconds bound what is
-stored behind the border. Program points of the forward and its end count on the engines (:mod:`.forward_points`).
+A value with forms counts the bytes of its smallest form. No transfer takes time here, so bounds are loose with offload.
 
 A recomputed result that fusion does not materialise takes no bytes at ``t``. But what it is computed from is live there until
 its readers have run, and it has been paid for. That is as if its op ran behind ``t``, so the cut counts it so.
@@ -47,10 +38,8 @@ from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.certain_fusion import CertainFusion
-from autoremat.planner.search.forward_points import ForwardPoints
 from autoremat.planner.search.min_cut import Cut, MinCut
 from autoremat.planner.search.peak_bound import bound_on_peak
-from autoremat.planner.search.relief import Relief
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.bound
@@ -72,21 +61,16 @@ class Bounds(Protocol):
 class Moments:
     """Lower bounds of one graph for any budget. With ``only_first``, the start of the backward is the only program point.
 
-    ``host_bytes`` bounds the bytes of stays on the host. Bounds are weaker once the limit of ``mincut`` has passed.
+    Bounds are weaker once the limit of ``mincut`` has passed.
     """
 
-    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False, host_bytes: int | None = None) -> None:
-        self.graph, self.mincut, self.relief = graph, mincut, Relief()
-        self.smallest_forms = mincut
-        """The cuts in which each value has the bytes of its smallest form."""
+    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
+        self.graph = graph
         if any(value.forms for value in graph.values):
-            self.relief = Relief.of(graph, host_bytes)
-            self.smallest_forms = copy.copy(mincut)
-            sizes = (
-                min([v.bytes, *(form.device_bytes for form in v.forms)]) for v in map(graph.values.__getitem__, mincut.values)
-            )
-            self.smallest_forms.bytes = np.array(list(sizes), dtype=np.float64)
-        self.behind = copy.copy(mincut)
+            mincut, values = copy.copy(mincut), map(graph.values.__getitem__, mincut.values)
+            sizes = [min([value.bytes, *(form.device_bytes for form in value.forms)]) for value in values]
+            mincut.bytes = np.array(sizes, dtype=np.float64)
+        self.mincut, self.behind = mincut, copy.copy(mincut)
         """The cuts behind the border: what is held there was saved, or computed again before."""
         makers = [len(graph.ops[producer].outputs) for producer in mincut.producers]
         self.behind.traffic = np.minimum(mincut.traffic, mincut.costs[mincut.producers] / makers)
@@ -96,7 +80,6 @@ class Moments:
         self.others = graph.in_flight - 1
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
         self.chosen = self._choose()[: 1 if only_first else None]
-        self.early = ForwardPoints(graph, mincut, self.relief.running) if self.relief.most else None
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
         for index in range(len(graph.ops) - 1, graph.num_forward - 1, -1):
@@ -153,13 +136,13 @@ class Moments:
         rooms += [self.least_saved + (self._room(m, budget) - self._least_bytes(m)) / self.others for m in self.chosen]
         return min(rooms)
 
-    def _border_cut(self, mincut: MinCut, price: float, traffic: bool) -> Cut:
+    def _border_cut(self, price: float, traffic: bool) -> Cut:
         """Returns the minimum cut for all values that the backward reads."""
-        return mincut.cut(price, needs=self.graph.backward_needs, traffic=traffic)
+        return self.mincut.cut(price, needs=self.graph.backward_needs, traffic=traffic)
 
-    def _cut(self, moment: int, mincut: MinCut, price: float, traffic: bool) -> Cut:
+    def _cut(self, moment: int, price: float, traffic: bool) -> Cut:
         """Returns the minimum cut for all values that the backward reads from the program point on."""
-        return mincut.cut(price, free=self._there(moment), needs=self.read_later[moment], traffic=traffic)
+        return self.behind.cut(price, free=self._there(moment), needs=self.read_later[moment], traffic=traffic)
 
     def seconds(self, budget: int, traffic: bool = True) -> float:
         """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits.
@@ -170,68 +153,34 @@ class Moments:
         seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget, traffic) for moment in self.chosen]
         if self.others and not self.limit.has_passed():
             seconds.append(self._seconds_at_border(self._room_for_saved(budget), traffic))
-        if (self.relief.most or self.mincut.traffic.any()) and self.chosen and not self.limit.has_passed():
+        if self.mincut.traffic.any() and self.chosen and not self.limit.has_passed():
             room = budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes
             seconds.append(self._seconds_at_border(room, traffic))
-        if self.early is not None:
-            for point in self.early.points:
-                room = budget - self._beside_bytes - float(self.early.fixed[point])
-                seconds.append(0.0 if self.limit.has_passed() else self._seconds_before(point, 0.0, room, traffic))
         return max(seconds, default=0.0)
 
     def _seconds_at_border(self, room: float, traffic: bool) -> float:
         """Returns the lower bound of the moment between the halves. Its saved bytes on the device take at most ``room``."""
-        return self._seconds_before(self.graph.num_forward, self._least_at_border, room, traffic)
-
-    def _seconds_before(self, point: int, least_bytes: float, room: float, traffic: bool) -> float:
-        """Returns the lower bound of a program point of the forward, or of its end."""
-        cuts, carried = self.mincut, 0.0
-        if self.early is not None:
-            cuts, carried = self.early.cuts(point), self.relief.carried(float(self.early.before[point]))
-        return self._seconds_within(partial(self._border_cut, cuts, traffic=traffic), least_bytes, room, carried)
+        return self._seconds_within(partial(self._border_cut, traffic=traffic), self._least_at_border, room)
 
     def _seconds_at(self, moment: int, budget: int, traffic: bool) -> float:
         """Returns the lower bound of one program point."""
-        carried = self.relief.carried(self._seconds_until(moment))
-        cut = partial(self._cut, moment, self.behind, traffic=traffic)
-        return self._seconds_within(cut, self._least_bytes(moment), self._room(moment, budget), carried)
+        cut = partial(self._cut, moment, traffic=traffic)
+        return self._seconds_within(cut, self._least_bytes(moment), self._room(moment, budget))
 
-    def _seconds_until(self, moment: int) -> float:
-        """Returns an upper bound on the seconds of a step before the program point, beside those that its plan adds.
+    def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float) -> float:
+        """Returns a lower bound on the seconds of any cut of at most ``room`` bytes; infinite if there is none.
 
-        There is none where a recomputed op that costs nothing may run in a kernel that takes a while.
-        """
-        if self.graph.fuses or self.early is None:
-            return math.inf
-        return float(self.early.before[-1]) + sum(op.seconds for op in self.graph.ops[self.graph.num_forward : moment])
-
-    def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float, carried: float) -> float:
-        """Returns a lower bound on the seconds of any plan with at most ``room`` bytes on the device, for the values of a cut.
-
-        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``. Stays free ``carried`` bytes.
+        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``.
         """
         if least_bytes > room:
             return math.inf
-        relief, top_price = self.relief, self.mincut.top_price
         rich = cut(0.0)
-        if rich.bytes <= room + carried:
-            return max(rich.bound, 0.0)
-        found = 0.0
-        if carried < relief.most:
-            found = self._by_secants(cut, rich, room + carried, min(top_price, 1 / relief.rate))
-        if rich.bytes > room + relief.most:
-            found = max(found, self._by_secants(cut, rich, room + relief.most, top_price))
-        return found
+        return max(rich.bound, 0.0) if rich.bytes <= room else self._by_secants(cut, rich, room)
 
-    def _by_secants(self, cut: Callable[[float], Cut], rich: Cut, room: float, most_price: float) -> float:
-        """Returns a lower bound on the seconds of any cut of at most ``room`` bytes, at prices of at most ``most_price``.
-
-        ``rich`` is the cut of price 0, which has more bytes.
-        """
-        lean = cut(most_price)
-        best = max(0.0, rich.bound, lean.bound - most_price * room)
-        if lean.bytes > room and most_price < self.mincut.top_price:
-            return best
+    def _by_secants(self, cut: Callable[[float], Cut], rich: Cut, room: float) -> float:
+        """Returns the bound where ``rich``, the cut of price 0, has more than ``room`` bytes."""
+        lean = cut(self.mincut.top_price)
+        best = max(0.0, rich.bound, lean.bound - self.mincut.top_price * room)
         for _ in range(settings.maximum_secants):
             if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds or self.limit.has_passed():
                 break
@@ -262,12 +211,10 @@ class Moments:
             self._least[moment] = self._least_bytes_of(partial(self._cut, moment))
         return self._least[moment]
 
-    def _least_bytes_of(self, cut: Callable[[MinCut, float, bool], Cut]) -> float:
-        """Returns a lower bound on the bytes on the device of any cut. Its values may be in their smallest forms."""
+    def _least_bytes_of(self, cut: Callable[[float, bool], Cut]) -> float:
+        """Returns a lower bound on the bytes on the device of any cut."""
         price, costs = self.mincut.top_price, float(self.mincut.costs.sum())  # recomputing all costs no more
-        least = (cut(self.smallest_forms, price, False).bound - costs) / price
-        if 0.0 < self.relief.most < self.relief.wanted:
-            least = max(least, (cut(self.mincut, price, False).bound - costs) / price - self.relief.most)
+        least = (cut(price, False).bound - costs) / price
         return float(math.ceil(least - ROUNDING * max(1.0, abs(least))))
 
 

@@ -63,7 +63,7 @@ class Planner:
         self.limit = WorkLimit(self.time_limit)
         self.search = Search(self.graph, self.limit, self.strategies, self.given)
         with self.limit.unit():
-            self.moments = Moments(self.graph, self.search.mincut, host_bytes=self.host_bytes)
+            self.moments = Moments(self.graph, self.search.mincut)
         if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
             self.search.joint = JointSearch(self.search, self.moments, self.host_bytes)
         self.baseline = self.search.save_everything()
