@@ -8,7 +8,6 @@ from folders import ROOT
 
 LAYERS = (
     "basics",
-    "planner.exact_settings",
     "planner.settings",
     "planner.mip",
     "planner.graph",

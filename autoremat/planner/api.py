@@ -10,10 +10,11 @@ from autoremat.basics.budget import budget_bytes, parse_budget
 from autoremat.basics.checks import positive_seconds
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import progress_wanted, status_if_slow
-from autoremat.planner.exact import annealing, driver, time_indexed_bound
+from autoremat.planner.exact import annealing, integer_program
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search import baselines, single_phase
+from autoremat.planner.search import single_phase
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.settings import SETTINGS
@@ -24,55 +25,37 @@ Solver = Callable[[Graph, int | None, float, int], PlanningResult]
 """Returns the result of a search, given a graph, a budget in bytes (None: no bound), a time limit in seconds, and a seed."""
 
 
-def _searching(strategies: Strategies) -> Solver:
-    """Returns the solver that searches these families of candidates. It draws no random numbers."""
-    return lambda graph, budget, time_limit, seed: single_phase.search(graph, budget, time_limit, strategies)
-
-
-def _following(policy: baselines.Policy) -> Solver:
-    """Returns the solver that follows ``policy``. It ignores the time limit and draws no random numbers."""
-    return lambda graph, budget, time_limit, seed: baselines.solve(graph, budget, policy)
-
-
 def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
-    """Returns the result of the interval model and LNS from nothing. A plan that is proven optimal ends the search."""
+    """Returns the result of the integer program alone, of more columns for more time."""
     deadline = time.monotonic() + time_limit
-    found = baselines.solve(graph, budget, baselines.save_all)
-    return driver.improve(graph, budget, time_limit, seed, found, 0.0, deadline)
+    start = single_phase.without_recomputation(graph) if graph.single_phase else Search(graph).save_what_constraints_allow()
+    found = single_phase.outcome([start], budget, single_phase.bounds_of(graph), 1)
+    return integer_program.improve(graph, budget, found, 0.0, deadline, int(integer_program.settings.columns * time_limit))
 
 
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
-    """Returns the result of the search. If an optimality gap remains, the time-indexed bound, annealing and LNS follow."""
+    """Returns the result of the search. If a gap remains, annealing follows, and the integer program of a small graph."""
     begun = time.monotonic()
     search_share, good_gap = 1.0, settings.good_gap
     if graph.single_phase:
         search_share, good_gap = settings.single_phase_search_share, settings.single_phase_good_gap
     found = single_phase.search(graph, budget, search_share * time_limit, EVERY_STRATEGY)
-    found = time_indexed_bound.tighten(graph, budget, time_limit, found, good_gap)
     found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
-    return driver.improve(graph, budget, time_limit, seed, found, good_gap, begun + time_limit)
+    return integer_program.improve(graph, budget, found, good_gap, begun + time_limit)
 
 
 SOLVERS: dict[str, Solver] = {
     "auto": _by_all_means,
     "ilp": _by_integer_program,
-    "min_cut": _searching(Strategies.CURVE),
-    "segments": _searching(Strategies.SEGMENTS | Strategies.FILL),
-    "sqrt": _following(baselines.save_cuts),
-    "recompute_all": _following(baselines.recompute_all),
-    "save_all": _following(baselines.save_all),
+    "min_cut": lambda graph, budget, time_limit, seed: single_phase.search(graph, budget, time_limit, Strategies.CURVE),
 }
 """Solvers by name.
 
 | name | method |
 |---|---|
-| ``auto`` | search, then time-indexed bound, annealing and LNS |
-| ``ilp`` | interval model and LNS, from nothing; not for graphs that fuse |
+| ``auto`` | search, then annealing, then the integer program of small graphs |
+| ``ilp`` | integer program, from nothing; not for graphs that fuse |
 | ``min_cut`` | minimum cuts without segments |
-| ``segments`` | segments and greedy fill without minimum cuts |
-| ``sqrt`` | about √n segments for n forward ops; saves the values between segments (Chen et al.) |
-| ``recompute_all`` | recomputes every op that may run again |
-| ``save_all`` | recomputes only what constraints demand |
 """
 
 

@@ -1,8 +1,6 @@
-"""Linear and integer programs, solved by HiGHS and PDLP through OR-Tools and SciPy. No other module calls these solvers.
+"""Linear and integer programs, solved by HiGHS through OR-Tools and SciPy. No other module calls these solvers.
 
 Each sparse program is passed as one matrix, because building it variable by variable would take longer than solving it.
-OR-Tools' ``model_builder`` hides the dual values of a PDLP that its limit ends, and those values give the bound. Its helper
-shows them. MathOpt would too, and reads sparse programs since OR-Tools 9.15.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder_helper
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 QUIET_AND_REPEATABLE = ("output_flag=false", "log_to_console=false", "threads=1", "random_seed=0")
@@ -21,14 +19,8 @@ QUIET_AND_REPEATABLE = ("output_flag=false", "log_to_console=false", "threads=1"
 LINEAR = ("solver=simplex", "simplex_dual_edge_weight_strategy=1")
 """Devex pricing. It needs less work per iteration than steepest edge, which matters for relaxations of many columns."""
 
-PRECISION = 1e-5
-"""Relative precision of bounds."""
-
-SOLVED, INFEASIBLE = 0, 2
-"""SciPy's status codes of a solved program and of an infeasible one."""
-
-TOLERANCE = 1e-6
-"""Amount by which an integer solution may violate a row."""
+SOLVED = 0
+"""SciPy's status code of a solved program."""
 
 Vector = NDArray[np.float64]
 
@@ -89,52 +81,6 @@ def _loaded(program: Program) -> model_builder_helper.ModelBuilderHelper:
     load: Callable[..., None] = builder.fill_model_from_sparse_data
     load(program.lower, program.upper, program.cost, program.low, program.high, program.matrix)
     return builder
-
-
-def lower_bound(program: Program, seconds: float, iterations: int) -> float:
-    """Returns a lower bound on the cost of ``program``, whose variables must be bounded; minus infinity if none is found.
-
-    PDLP, a first-order method, runs for at most ``iterations`` (Applegate et al., "Practical large-scale linear programming
-    using primal-dual hybrid gradient", NeurIPS 2021). The bound does not depend on the accuracy of PDLP: by weak duality, any
-    prices of the rows give a valid bound.
-    """
-    solver = model_builder_helper.ModelSolverHelper("pdlp")
-    solver.set_time_limit_in_seconds(max(seconds, 0.01))
-    solver.set_solver_specific_parameters(
-        f"termination_criteria {{ simple_optimality_criteria {{ eps_optimal_relative: {PRECISION} "
-        f"eps_optimal_absolute: {PRECISION} }} iteration_limit: {iterations} }}"
-    )
-    solver.solve(_loaded(program))
-    prices = np.array(solver.dual_values(), dtype=np.float64)
-    return dual_bound(program, prices) if len(prices) == len(program.low) else -np.inf
-
-
-def exact_bound(program: Program, whole_numbers: bool, seconds: float, nodes: int = 0) -> float:
-    """Returns a lower bound on the cost of ``program``, over integer solutions only if ``whole_numbers`` is set.
-
-    The bound is infinite if the program is infeasible, and minus infinity if time runs out. The simplex method computes it. For
-    integers, branch and bound follows, with at most ``nodes`` nodes (0: no limit). The bound proven by then counts: SciPy's
-    interface to HiGHS returns it even if no solution was found.
-    """
-    # The rows are widened by the solver's tolerance. A program that it finds infeasible is then infeasible in exact arithmetic.
-    rows = LinearConstraint(program.matrix, program.low - TOLERANCE, program.high + TOLERANCE)
-    options = {"time_limit": max(seconds, 0.01), "mip_rel_gap": 10 * PRECISION} | ({"node_limit": nodes} if nodes else {})
-    integrality = np.full(len(program.cost), int(whole_numbers))
-    found = milp(program.cost, integrality=integrality, bounds=Bounds(program.lower, program.upper), constraints=rows,
-                 options=options)  # fmt: skip
-    if found.status == INFEASIBLE:
-        return np.inf
-    bound = found.mip_dual_bound if whole_numbers else found.fun if found.success else None
-    return -np.inf if bound is None else float(bound) - PRECISION * abs(float(bound))
-
-
-def dual_bound(program: Program, prices: Vector) -> float:
-    """Returns the lower bound that weak duality gives for ``program`` at any ``prices`` of its rows."""
-    prices = np.where(((prices > 0.0) & np.isinf(program.low)) | ((prices < 0.0) & np.isinf(program.high)), 0.0, prices)
-    ends = np.where(prices > 0.0, program.low, program.high)
-    reduced = program.cost - program.matrix.T @ prices
-    columns = np.where(reduced > 0.0, reduced * program.lower, reduced * program.upper)
-    return float(prices[prices != 0.0] @ ends[prices != 0.0] + columns.sum())
 
 
 def linear_optimum(cost: Vector, rows: Vector, most: Vector, equal_rows: Vector, equal: Vector) -> tuple[Vector, Vector] | None:

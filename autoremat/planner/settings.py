@@ -10,15 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoremat.planner.exact_settings import (
-    AnnealingSettings,
-    EliminationSettings,
-    IntervalModelSettings,
-    LocalSearchSettings,
-    NeighborhoodSettings,
-    TimeIndexedBoundSettings,
-)
-
 
 @dataclass(frozen=True)
 class SegmentationSettings:
@@ -221,6 +212,78 @@ class LedgerSettings:
 
 
 @dataclass(frozen=True)
+class LocalSearchSettings:
+    """Moves of annealing (:mod:`autoremat.planner.exact.local_search`)."""
+
+    input_probability: float = 0.6
+    """Highest probability that a move also recomputes a freed input instead of retaining it."""
+    move_recomputations: int = 10
+    """Maximum number of recomputations of one move."""
+    early_probability: float = 0.2
+    """Probability that an evicted value is recomputed before its next read, while its inputs may still be live."""
+    draws: int = 60
+    """Number of values that are drawn before a site counts as having no value to evict."""
+    reordered_recomputations: int = 12
+    """Maximum number of recomputations at one site for which another sequence than the graph's is tried."""
+
+
+@dataclass(frozen=True)
+class AnnealingSettings:
+    """Simulated annealing over insertion points (:mod:`autoremat.planner.exact.annealing`)."""
+
+    moves_per_second: int = 4000
+    """Moves per second of the time limit."""
+    initial_temperature: float = 3.0
+    """First temperature of a search from nothing, in mean seconds of an op."""
+    warm_start_temperature: float = 0.3
+    """First temperature of a search from a good plan, in mean seconds of an op."""
+    final_temperature: float = 0.03
+    """Last temperature, in mean seconds of an op."""
+    initial_price: float = 0.05
+    """First price of an excess byte at one site, in mean seconds of an op per mean bytes of a value."""
+    minimum_price: float = 0.02
+    """Lowest price, in the unit of the first one."""
+    maximum_price: float = 50.0
+    """Highest price, in the unit of the first one."""
+    price_increase: float = 1.02
+    """Factor of the price for a state that does not fit."""
+    price_decrease: float = 0.97
+    """Factor of the price for a state that fits."""
+    update_moves: int = 64
+    """Number of moves between two updates of price and temperature."""
+    removal_probability: float = 0.35
+    """Probability that a move removes a recomputation, for states that do not fit."""
+    removal_probability_when_fitting: float = 0.6
+    """Probability that a move removes a recomputation, for states that fit."""
+    removal_only_probability: float = 0.15
+    """Probability that a move removes a recomputation and does nothing else."""
+    warm_start_share: float = 0.2
+    """Share of the moves that anneal the best plan once more."""
+    first_search_share: float = 0.2
+    """Maximum length of the first search from nothing, as a share of the moves."""
+    first_search_moves_per_op: int = 300
+    """Maximum length of the first search from nothing, in moves per op."""
+
+
+@dataclass(frozen=True)
+class IntegerProgramSettings:
+    """The integer program of the interval model (:mod:`autoremat.planner.exact.integer_program`)."""
+
+    columns: int = 1500
+    """Number of columns up to which the model of a graph is small, and of those per second that `"ilp"` alone may take."""
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Depths of the models that are tried."""
+    nodes: int = 2000
+    """Maximum number of branch-and-bound nodes of one solution."""
+    gap: float = 1e-3
+    """Relative gap at which a program counts as solved."""
+    penalty: float = 64.0
+    """Penalty of an excess as large as the baseline's peak, in steps."""
+    solutions: int = 4
+    """Maximum number of solutions, each but the first with the bytes that the model counts and the simulator does not."""
+
+
+@dataclass(frozen=True)
 class PortfolioSettings:
     """The solver ``auto``, which runs the others one after another (:mod:`autoremat.planner.api`)."""
 
@@ -234,7 +297,7 @@ class PortfolioSettings:
     """Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans. Its work takes a
     third of that time."""
     annealing_end: float = 0.75
-    """Share of the time limit after which annealing ends, to leave time for large-neighbourhood search."""
+    """Share of the time limit after which annealing ends, to leave time for the integer program."""
 
 
 @dataclass(frozen=True)
@@ -248,12 +311,9 @@ class PlannerSettings:
     least_peak: LeastPeakSettings = LeastPeakSettings()
     placement: PlacementSettings = PlacementSettings()
     joint_search: JointSearchSettings = JointSearchSettings()
-    time_indexed_bound: TimeIndexedBoundSettings = TimeIndexedBoundSettings()
     local_search: LocalSearchSettings = LocalSearchSettings()
     annealing: AnnealingSettings = AnnealingSettings()
-    elimination: EliminationSettings = EliminationSettings()
-    interval_model: IntervalModelSettings = IntervalModelSettings()
-    neighborhood: NeighborhoodSettings = NeighborhoodSettings()
+    integer_program: IntegerProgramSettings = IntegerProgramSettings()
     ledger: LedgerSettings = LedgerSettings()
     portfolio: PortfolioSettings = PortfolioSettings()
 

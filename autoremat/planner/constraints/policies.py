@@ -9,8 +9,7 @@ your own is a frozen dataclass with a ``__call__``:
         def __call__(self, forward: Forward) -> list[Region]:
             return [Region(layer) for layer in forward.layers[::2]]
 
-Pass an instance as the option ``policy``. For graphs without modules, :mod:`autoremat.planner.search.baselines` has fixed
-plans.
+Pass an instance as the option ``policy``.
 """
 
 from __future__ import annotations

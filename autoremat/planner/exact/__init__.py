@@ -1,1 +1,1 @@
-"""Improvement of plans for ``autoremat.plan``: interval model, large-neighbourhood search, annealing, time-indexed bound."""
+"""Improvement of plans for ``autoremat.plan``: annealing, and the integer program of the interval model."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoremat.planner.exact.local_search import Moves
-from autoremat.planner.exact.polish import polished
-from autoremat.planner.exact.rematerialization_state import Sites
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
@@ -113,9 +111,6 @@ def improve(
         return found
     # For training steps, the plans of the search are close to the optimum; for single-phase graphs, they seldom are.
     from_nothing = graph.single_phase or found.plan is None
-    if found.plan is None and (schedule := recompute_per_use(graph)) is not None:
-        found = found.with_plans([Plan.of(graph, schedule, "afresh")], budget, interrupted=False)
-        found = found.with_plans(polished(graph, budget, seed, schedule, "afresh", deadline), budget, interrupted=False)
     if found.is_converged(good_gap):
         return found
     moves = int(settings.moves_per_second * time_limit)
@@ -126,36 +121,10 @@ def improve(
         if warm:
             search.start_from((found.plan or found.smallest).schedule)
         reached = search.run(length, settings.warm_start_temperature if warm else settings.initial_temperature, deadline)
-        plans = [Plan.of(graph, reached.best or reached.closest, "annealed")]
-        if reached.best is not None:
-            plans += polished(graph, budget, seed, reached.best, "annealed", deadline)
-        found = found.with_plans(plans, budget, reached.interrupted)
+        found = found.with_plans([Plan.of(graph, reached.best or reached.closest, "annealed")], budget, reached.interrupted)
         if reached.interrupted or found.is_converged(good_gap):
             break
     return found
-
-
-def recompute_per_use(graph: Graph) -> Schedule | None:
-    """Returns the schedule that recomputes all inputs of each op anew for each use, starting from the inputs of the graph.
-
-    The schedule needs little memory and much time. None if it has more than ``recomputations_per_use`` recomputations.
-    """
-    sites, recomputations = Sites(graph), 0
-    for site in range(0 if graph.single_phase else graph.num_forward, sites.end + 1):
-        wanted: set[int] = set()
-        unseen = [*(sites.kept if site == sites.end else sites.inputs[site])]
-        while unseen:
-            producer = sites.producer[unseen.pop()]
-            # The result of the op just before is still live.
-            if sites.movable[producer] and producer + 1 < site and producer not in wanted:
-                wanted.add(producer)
-                unseen += sites.inputs[producer]
-        recomputations += len(wanted)
-        if recomputations > settings.recomputations_per_use:
-            return None
-        for index in sorted(wanted):
-            sites.add(index, site)
-    return sites.schedule()
 
 
 def lengths_of(moves: int, ops: int) -> list[int]:

@@ -21,8 +21,6 @@ must not fuse, because values that are never materialised have no place in the m
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -38,7 +36,6 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.mip import Rows
 
 Vector = NDArray[np.float64]
-Columns = NDArray[np.int64]
 
 
 def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
@@ -73,14 +70,10 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
 
 @dataclass
 class IntervalModel:
-    """Interval model of ``graph`` over the columns of ``H`` and ``R``, for any budget.
-
-    ``extra_sites`` are pairs (op, site) in addition to those of ``depth``. Raises ``ValueError`` for a graph that fuses.
-    """
+    """Interval model of ``graph`` over the columns of ``H`` and ``R``, for any budget. Raises ``ValueError`` if it fuses."""
 
     graph: Graph
     depth: int
-    extra_sites: Iterable[tuple[int, int]] = ()
     hold: list[dict[int, int]] = field(init=False)
     """For each value, the column of each event."""
     again: list[dict[int, int]] = field(init=False)
@@ -91,8 +84,6 @@ class IntervalModel:
         if not graph.is_plain:
             raise ValueError("the event-gap model counts one call and every result; this graph fuses or other calls are open")
         sites = recompute_sites(graph, self.depth)
-        for index, site in self.extra_sites:
-            sites[index].add(site)
         self.must = [set(readers) for readers in graph.readers]
         for value in (*graph.forward_outputs, *graph.backward_outputs):
             self.must[value].add(end)
@@ -207,59 +198,6 @@ class IntervalModel:
         """Returns the bytes at each op, as counted by the model."""
         return np.asarray(self.memory @ chosen + self.fixed_bytes, dtype=np.float64)
 
-    @cached_property
-    def gaps(self) -> tuple[Columns, Columns, Columns, Columns]:
-        """Retention intervals as four arrays: column of ``H``, value, event (or computation) at the start, event at the end."""
-        found = [
-            (column, value, previous, event)
-            for value, events in enumerate(self.hold)
-            for previous, (event, column) in zip((self.graph.values[value].producer, *events), events.items(), strict=False)
-        ]
-        columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
-        return columns[0], columns[1], columns[2], columns[3]
-
-    def around(self, start: int, stop: int) -> Columns:
-        """Returns the columns of retention intervals over ops ``start`` to ``stop``, and of recomputations that can replace
-        them."""
-        columns, values, previous, events = self.gaps
-        over = (previous < stop) & (events >= start)
-        free = set(columns[over].tolist())
-        stack = list(zip(values[over].tolist(), events[over].tolist(), strict=True))
-        while stack:
-            value, event = stack.pop()
-            (producer,) = self.graph.producers((value,))
-            again = self.again[producer].get(event)
-            if again is None or again in free:
-                continue
-            free.add(again)
-            for other in self.graph.computed_inputs[producer]:
-                free.add(self.hold[other][event])
-                stack.append((other, event))
-        return np.array(sorted(free), dtype=np.int64)
-
-    def carried_over(self, other: IntervalModel, values: Vector) -> Vector:
-        """Returns ``values``, given for the columns of a model with fewer sites, for the columns of this model."""
-        found = np.zeros(self.columns)
-        for mine, theirs in zip(self.hold, other.hold, strict=True):
-            events = list(theirs)
-            for event, column in mine.items():
-                at = bisect_left(events, event)  # an interval that a new event splits is retained in both parts
-                found[column] = values[theirs[events[at]]] if at < len(events) else 0.0
-        for mine, theirs in zip(self.again, other.again, strict=True):
-            for site in mine.keys() & theirs.keys():
-                found[mine[site]] = values[theirs[site]]
-        return found
-
-    # -- schedules ---------------------------------------------------------------------------------------------------
-
-    def nothing_recomputed(self) -> Vector:
-        """Returns the choice that retains every value up to its last read."""
-        chosen = np.zeros(self.columns)
-        for value, events in enumerate(self.hold):
-            last = max(self.must[value], default=-1)
-            chosen[[column for event, column in events.items() if event <= last]] = 1.0
-        return chosen
-
     def sites_chosen(self, chosen: Vector) -> list[list[int]]:
         """Returns, for each site, the ops that are recomputed there, in the graph's sequence. The last site is the end."""
         found: list[list[int]] = [[] for _ in range(len(self.graph.ops) + 1)]
@@ -272,29 +210,6 @@ class IntervalModel:
     def schedule(self, chosen: Vector) -> Schedule:
         """Returns the schedule of a choice, without forward executions that nothing needs."""
         return in_order(self.graph, self.sites_chosen(chosen))
-
-    def choice(self, schedule: Schedule) -> Vector:
-        """Returns the choice of a schedule, the inverse of :meth:`schedule`. All its recomputations must be at sites of this
-        model."""
-        graph, chosen = self.graph, self.lower.copy()
-        made: list[list[int]] = [[] for _ in graph.ops]
-        read = [set(must) for must in self.must]
-        for index, site in recomputations(graph, schedule):
-            chosen[self.again[index][site]] = 1.0
-            made[index].append(site)
-            for value in graph.computed_inputs[index]:
-                read[value].add(site)
-        for value, events in enumerate(self.hold):
-            producer = graph.values[value].producer
-            if producer is None:
-                continue
-            ordered = sorted(read[value])
-            for event, column in events.items():
-                at = bisect_left(ordered, event)
-                # The value is retained over this interval if its next read at or after the end precedes its next recomputation.
-                if at < len(ordered) and not any(event <= again <= ordered[at] for again in made[producer]):
-                    chosen[column] = 1.0
-        return chosen
 
 
 def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:

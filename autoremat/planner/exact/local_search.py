@@ -1,4 +1,4 @@
-"""Moves of a local search over insertion points, shared by annealing and redundant-recompute elimination.
+"""Moves of a local search over insertion points.
 
 One move evicts a value that is live at a site but not read there. The value is recomputed for its next read, with some of its
 freed inputs. The other move removes a recomputation, with all recomputations that it alone needed. Every move can be undone.
@@ -20,9 +20,6 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.local_search
-
-Bytes = tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]], float]
-"""State of :class:`Sites`: ``together``, ``apart`` and the added seconds."""
 
 
 @dataclass
@@ -140,18 +137,6 @@ class Moves:
             if self.sites.movable[index] and site not in self.sites.runs[index]:
                 self._set(True, index, site)
         self.sites.settle()
-
-    def _bytes(self) -> Bytes:
-        """Returns the state that moves change in place, for :meth:`_back_to`."""
-        return self.sites.together.copy(), self.sites.apart.copy(), self.sites.added
-
-    def _back_to(self, mark: int, before: Bytes) -> None:
-        """Undoes all steps after the first ``mark``. ``before`` is the state of the sites at that time."""
-        for adding, index, site in reversed(self.steps[mark:]):
-            self._set(not adding, index, site)
-        del self.steps[mark:]
-        self.sites.changed.clear()
-        self.sites.together, self.sites.apart, self.sites.added = before
 
     def _over(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], float]:
         """Returns the bytes over the budget at each site (negative: free bytes), and the sum of the positive ones."""

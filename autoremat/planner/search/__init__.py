@@ -1,1 +1,1 @@
-"""Search for a plan: minimum cuts, segments, greedy fill, lower bounds, the Pareto front and baselines."""
+"""Search for a plan: minimum cuts, segments, greedy fill, lower bounds and the Pareto front."""

@@ -14,8 +14,8 @@ from autoremat.planner.constraints.constraints import Constraints
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Block, Full, Policy, Segments, Selective, Sqrt, Uniform
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search import baselines
 from autoremat.planner.search.planner import Planner
 
 OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
@@ -120,8 +120,12 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
 
 def policy_points(graph: Graph) -> Iterator[Point]:
     """Yields the plans without and with full recomputation, and the common policies that recompute something in this graph."""
-    yield point_of(baselines.save_all(graph), POLICY, "save everything")
-    yield point_of(baselines.recompute_all(graph), POLICY, "recompute everything")
+    single = {value for op in graph.ops[: graph.num_forward] if not op.rematerializable for value in op.outputs}
+    for label, saved in (
+        ("save everything", graph.backward_needs),
+        ("recompute everything", single.union(graph.forward_outputs)),
+    ):
+        yield point_of(Plan.of(graph, build_schedule(graph, saved), label), POLICY, label)
     half = len(Forward(graph).layers) // 2
     block: list[tuple[str, Policy]] = [(f"block:{half}", Block(half))] if half else []
     for label, policy in (*POLICIES, *block):

@@ -15,12 +15,10 @@ from oracles import least_added_seconds
 from strategies import dags, graphs, training_chain
 
 from autoremat.planner.api import plan
-from autoremat.planner.exact.annealing import Annealing, improve, lengths_of, recompute_per_use
+from autoremat.planner.exact.annealing import Annealing, improve, lengths_of
 from autoremat.planner.exact.interval_model import sites_of
-from autoremat.planner.exact.polish import Polishing, polished
 from autoremat.planner.exact.rematerialization_state import Sites
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
@@ -173,43 +171,6 @@ def test_a_chain_runs_with_room_for_three_values(length, added):
     found = plan(graph, 3)
     assert (found.peak_bytes, found.added_seconds) == (3, added)
     assert plan(graph, 2).peak_bytes == 3
-
-
-def test_a_large_graph_is_not_made_anew_for_every_reader():
-    assert recompute_per_use(training_chain(200)) is None
-
-
-@given(st.one_of(graphs(max_ops=16, fuses=False), dags(max_ops=16, single_phase=True)), st.sampled_from([0.0, 0.5, 0.8]))
-@settings(max_examples=50, deadline=None)
-def test_what_is_made_anew_needlessly_goes(graph, share):
-    if any(op.constraint is Constraint.RECOMPUTE for op in graph.ops):
-        return
-    schedule = recompute_per_use(graph)
-    assert schedule is not None
-    search = Polishing(graph, int(share * without_recomputation(graph).peak_bytes), seed=0)
-    search.start_from(schedule)
-    (_, before), seconds = search._over(), search.sites.added
-    plans = [Plan.of(graph, s) for s in (schedule, search.without_redundant_recomputation(math.inf))]
-    for each in plans:
-        each.check()
-    assert search._over()[1] <= before
-    assert search.sites.added <= seconds + 1e-9 * graph.step_seconds
-    # Of what only the backward needs, the search counts no run, and a plan all but the first.
-    if graph.single_phase or len(graph.required_forward) == graph.num_forward:
-        assert plans[1].added_seconds <= plans[0].added_seconds + 1e-9 * graph.step_seconds
-
-
-def test_one_recomputation_takes_the_place_of_two_where_that_gains_time():
-    """Two small values run again while a large one is held, though the large one costs less than the two together."""
-    edges = [(3, 4), (0, 5), (1, 5), (2, 5), (4, 5)]
-    graph = Graph.from_dag([1.0, 1.0, 1.5, 1.0, 1.0, 1.0], [1, 1, 2, 10, 0, 1], edges, outputs=(5,))
-    search = Polishing(graph, 12, seed=0)
-    for index in (0, 1):
-        search.sites.add(index, 5)
-    start = search.sites.schedule()
-    assert (Plan.of(graph, start).peak_bytes, Plan.of(graph, start).added_seconds) == (12, 2.0)
-    for found in polished(graph, 12, 0, start, "polished", math.inf):
-        assert (found.peak_bytes, found.added_seconds) == (12, 1.5)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 5000))

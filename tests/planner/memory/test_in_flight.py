@@ -13,14 +13,13 @@ from strategies import GraphBuilder, chain, close_under_need, graphs
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError
-from autoremat.planner.exact import annealing, driver, time_indexed_bound
+from autoremat.planner.exact import annealing, integer_program
 from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search import baselines
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
@@ -165,7 +164,6 @@ def test_exact_models_leave_graphs_that_are_not_plain(fields):
         plan_of(graph, memory_budget=0.7, solver="ilp")
     with pytest.raises(ValueError, match="this graph fuses or other calls are open"):
         IntervalModel(graph, 1)
-    found = baselines.solve(graph, budget, baselines.save_all)
-    assert time_indexed_bound.tighten(graph, budget, 1.0, found, 0.0) is found
+    found = Planner(graph).judge(Planner(graph).baseline, budget)
     assert annealing.improve(graph, budget, 1.0, 0, found, 0.0, math.inf) is found
-    assert driver.improve(graph, budget, 1.0, 0, found, 0.0, math.inf) is found
+    assert integer_program.improve(graph, budget, found, 0.0, math.inf) is found
