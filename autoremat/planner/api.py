@@ -66,7 +66,7 @@ def plan(
     time_limit: float = 10.0,
     seed: int = 0,
 ) -> Plan:
-    """Returns the cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, after a check by replay.
+    """Returns the cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, after a check.
 
     ``memory_budget`` bounds the peak. It is a number of bytes (an int, or text such as "6GiB"), a share of the peak without
     recomputation (a float in (0, 1]), or None. ``time_limit`` is in seconds, and grants an amount of work. Equal arguments give

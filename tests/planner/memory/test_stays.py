@@ -25,7 +25,6 @@ from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.plans.check import check_stays
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.plans.plan_file import PlanFile, fitted
-from autoremat.planner.plans.replay import replay
 from autoremat.report.peak_snapshot import TensorCategory, peak_of, profile_of
 
 A = 1
@@ -153,12 +152,12 @@ def schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
 @given(schedules())
 def test_simulator_and_check_count_stays_by_their_definition(case):
     graph, schedule = case
-    plan, replayed = Plan.of(graph, schedule), replay(graph, schedule)
+    plan = Plan.of(graph, schedule)
     assert is_valid(graph, schedule)
-    assert plan.timeline.bytes_at.tolist() == list(replayed.bytes_at) == replay_bytes(graph, schedule)
+    assert plan.timeline.bytes_at.tolist() == replay_bytes(graph, schedule)
     assert plan.timeline.held_bytes == bytes_between_halves(graph, schedule)
     forms = [graph.values[stay.value].form(stay.form) for stay in schedule.stays]
-    assert plan.host_bytes == replayed.host_bytes == graph.in_flight * sum(form.host_bytes for form in forms)
+    assert plan.host_bytes == graph.in_flight * sum(form.host_bytes for form in forms)
     plan.check()
     assert Plan.loads(plan.dumps()).dumps() == plan.dumps()
 

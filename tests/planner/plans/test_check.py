@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import dags, graphs, saved_sets
@@ -13,7 +12,6 @@ from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule, build_schedule
-from autoremat.planner.memory.live_ranges import LiveRanges
 from autoremat.planner.plans.plan import Plan
 
 
@@ -107,14 +105,7 @@ def test_a_changed_schedule_passes_exactly_if_it_obeys_all_rules(data):
 @given(st.data())
 def test_a_changed_timeline_is_refused(data):
     plan, more = data.draw(plans()), data.draw(st.sampled_from([-1, 1, 2]))
-    found, bytes_at = plan.timeline.live_ranges, plan.timeline.bytes_at.copy()
-    columns = [column.copy() for column in (found.values, found.computed_at, found.starts, found.ends, found.bytes)]
-    parts = [part for part in (*columns, bytes_at) if len(part)]
-    if parts:
-        part = data.draw(st.sampled_from(parts))
-        part[data.draw(st.integers(0, len(part) - 1))] += more
-    timeline = dataclasses.replace(plan.timeline, bytes_at=bytes_at, live_ranges=LiveRanges(*columns))
-    assert passes(dataclasses.replace(plan, timeline=timeline)) == (not parts)
-    if len(bytes_at) > 1:
-        apart = plan.timeline.bytes_at + np.eye(len(bytes_at), dtype=np.int64)[0]
-        assert not passes(dataclasses.replace(plan, timeline=dataclasses.replace(plan.timeline, bytes_at=apart)))
+    bytes_at = plan.timeline.bytes_at.copy()
+    if len(bytes_at):
+        bytes_at[data.draw(st.integers(0, len(bytes_at) - 1))] += more
+        assert not passes(dataclasses.replace(plan, timeline=dataclasses.replace(plan.timeline, bytes_at=bytes_at)))
