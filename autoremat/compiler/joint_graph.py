@@ -19,7 +19,7 @@ from autoremat.compiler.forms import with_allowed_forms
 from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
-from autoremat.planner.constraints.returning_inputs import without_saved_copies
+from autoremat.planner.constraints.constraints import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
 from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.graph.forms import SHARDS

@@ -26,10 +26,10 @@ from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.bound_forms import BoundForms, set_aside
+from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.plan_source import PlanSource
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
 

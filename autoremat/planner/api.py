@@ -14,9 +14,8 @@ from autoremat.planner.exact import annealing, integer_program
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import single_phase
-from autoremat.planner.search.candidates import Search
+from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.portfolio

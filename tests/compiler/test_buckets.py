@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning, find_cause
-from autoremat.planner.constraints.returning_inputs import without_saved_copies
+from autoremat.planner.constraints.constraints import without_saved_copies
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Value
 from autoremat.planner.multigraph.frame import Border, Frame, Part

@@ -11,7 +11,7 @@ candidates.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -250,3 +250,21 @@ def _named(refused: Mapping[Op, str]) -> str:
 def _called(op: Op) -> str:
     """Returns the op's target with its module and source line."""
     return op.target + (f" in {op.module}" if op.module else "") + (f" at {op.source}" if op.source else "")
+
+
+def without_saved_copies(graph: Graph, returning: Collection[int]) -> Graph:
+    """Returns ``graph`` with the constraint to recompute whatever follows from the inputs ``returning`` alone.
+
+    Sharded data parallelism (``fully_shard``) gathers parameters again for the backward, so a saved parameter takes no memory
+    then; a saved copy of it does. Constraints of the model stay. Arithmetic that counts FLOPs, such as a product of two
+    weights, is left to the search. So are results that the forward returns, which the caller holds anyway.
+    """
+    derived, held = set(returning), set(graph.forward_outputs)
+    ops = list(graph.ops)
+    for number, op in enumerate(graph.ops[: graph.num_forward]):
+        if not op.inputs or op.flops or not op.rematerializable or not derived.issuperset(op.inputs):
+            continue
+        derived.update(op.outputs)
+        if op.constraint is Constraint.NONE and held.isdisjoint(op.outputs):
+            ops[number] = replace(op, constraint=Constraint.RECOMPUTE)
+    return replace(graph, ops=tuple(ops))

@@ -30,8 +30,7 @@ from autoremat.planner.cost.caches import Cached
 from autoremat.planner.cost.fused_traffic import LARGEST_TYPE_RATIO
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.recent import Recent
-from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.graph.schedule import Recent, Schedule
 from autoremat.planner.memory.fusion import fusion_in
 
 ROUNDING = 1e-9

@@ -8,12 +8,18 @@ it is *saved*. In a single-phase graph the backward is empty, and the forward re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from autoremat.planner.graph.forms import Form
 from autoremat.planner.graph.graph import Graph
+
+T = TypeVar("T")
+
+REMEMBERED = 4
+"""Number of schedules: those that a joint search builds together, before it chooses stays for them."""
 
 
 @dataclass(frozen=True)
@@ -213,3 +219,23 @@ def build_schedule(graph: Graph, saved: Collection[int], segments: Segments | No
     crossing = draft.saved(graph)
     forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
     return Schedule(tuple(sorted(forward)), backward)
+
+
+class Recent(Generic[T]):
+    """The results of ``compute`` for the last few schedules of ``graph``, for which a search asks again soon.
+
+    It must not depend on their stays.
+    """
+
+    def __init__(self, graph: Graph, compute: Callable[[Graph, Schedule], T]) -> None:
+        self.graph, self.compute = graph, compute
+        self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], T] = {}
+
+    def of(self, schedule: Schedule) -> T:
+        """Returns the result for ``schedule``, without its stays."""
+        key = schedule.forward, schedule.backward
+        if key not in self.known:
+            if len(self.known) == REMEMBERED:
+                del self.known[next(iter(self.known))]
+            self.known[key] = self.compute(self.graph, Schedule(*key) if schedule.stays else schedule)
+        return self.known[key]

@@ -32,8 +32,7 @@ import numpy as np
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, REDUCTION, Flags, Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.recent import Recent
-from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.graph.schedule import Recent, Schedule
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 

@@ -15,9 +15,9 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.placement import relieving
 from autoremat.planner.search.plan_source import Accepts, PlanSource
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.relieving_plans import relieving
 from autoremat.planner.search.time_budget import TimeBudget
 
 

@@ -13,12 +13,14 @@ The search counts its work, so it is deterministic unless the clock interrupts i
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
+from typing import Protocol
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
@@ -30,10 +32,8 @@ from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.least_peak import lowered, relaxed
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.peak_bound import bound_on_peak
-from autoremat.planner.search.plans_with_stays import PlansWithStays
-from autoremat.planner.search.relieving_plans import SHARES, relieving
+from autoremat.planner.search.placement import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
-from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, SIMULATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
@@ -56,6 +56,40 @@ def spread_early(count: int) -> list[int]:
 def effort(work: int, limits: tuple[int, int], num_forward: int) -> int:
     """Returns ``work`` per forward op, clipped to ``limits``, so that the search time grows at most linearly with the graph."""
     return min(max(work // max(num_forward, 1), limits[0]), limits[1])
+
+
+class Strategies(enum.Flag):
+    """Families of candidates of a search. The plan that saves everything is always a candidate."""
+
+    CURVE = enum.auto()
+    """Minimum cuts at all prices."""
+    SEGMENTS = enum.auto()
+    """Segmentations of the forward. Without this flag the forward is one segment."""
+    FILL = enum.auto()
+    """Greedy fill of free memory."""
+    RECREATE = enum.auto()
+    """Ruin and recreate, from the best filled candidate. With ``LOWER``, also of schedules near the least peak."""
+    STORE = enum.auto()
+    """Stays, if values have forms."""
+    LOWER = enum.auto()
+    """The search for the least peak, if nothing else fits."""
+
+
+EVERY_STRATEGY = ~Strategies(0)
+
+
+class PlansWithStays(Protocol):
+    """Plans with stays, from those of a search (:class:`~autoremat.planner.search.joint_search.JointSearch`)."""
+
+    found: list[Candidate]
+    """Plans made for all budgets so far."""
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """The plan of the least peak found, if stays lower the peak."""
+
+    def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = ...) -> None:
+        """Finds plans within ``budget`` bytes, until one suffices."""
 
 
 @dataclass
@@ -82,13 +116,11 @@ class Search:
             self.chain = Chain.of(self.graph)
 
     def restart(self) -> None:
-        """Begins a new search. Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and
-        stay."""
+        """Begins a new search. Candidates stay; plans that were filled for earlier budgets go."""
         self.limit.restart()
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the plans that were made for budgets."""
         self.explored = False
         self.filled, self.lowered = [], []
         if self.joint is not None:
@@ -207,7 +239,6 @@ class Search:
         return [*self.given, *(found[turn] for turn in sorted(found))]
 
     def _of_cut(self, saved: frozenset[int], number: int, segmentation: Segmentation) -> Candidate:
-        """Returns the candidate of one minimum cut under ``segmentation``."""
         return Candidate(self.plan(saved, segmentation, f"cut {number}"), segmentation)
 
     def _leanest(self, segmentation: Segmentation) -> Candidate:

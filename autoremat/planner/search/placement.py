@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoremat.planner.cost.stalls import stalls_of
@@ -29,6 +29,12 @@ from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.placement
+
+SHARES = (1 / 3, 2 / 3, 1.0)
+"""Shares of the bytes that stays can free between the halves."""
+
+MANY = 1000
+"""Number of open calls beside which the peak of one call itself hardly counts."""
 
 
 @dataclass
@@ -297,3 +303,17 @@ def _delay_loads(grouped: GroupedPlan, away: Sequence[_Away], goal: int) -> None
             later = one.load + int(over[-1]) + 1
             bytes_at[one.load : later] -= one.storable.relief
             one.load = later
+
+
+def relieving(plan: Plan, shares: Sequence[float] = SHARES) -> Iterator[Plan]:
+    """Yields ``plan``, which has no stays, with stays that free ``shares`` of what it keeps between its halves.
+
+    What one of several open calls keeps there is live while the others run, whatever the peak of its own graph.
+    """
+    graph = plan.graph
+    grouped = GroupedPlan(Plan.of(replace(graph, in_flight=MANY), plan.schedule, plan.label))
+    best = {one.value: one.relief for one in sorted(grouped.storables, key=lambda one: one.relief)}
+    for share in shares if best else ():
+        found = place(grouped, grouped.plan.peak_bytes - int((MANY - 1) * share * sum(best.values())))
+        if found is not None:
+            yield Plan.of(graph, replace(plan.schedule, stays=found.schedule.stays), plan.label)

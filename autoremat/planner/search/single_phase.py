@@ -20,12 +20,12 @@ import numpy as np
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.candidates import Strategies
 from autoremat.planner.search.least_peak import lowered, relaxed
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.strategies import Strategies
 from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 

@@ -14,9 +14,9 @@ from strategies import GraphBuilder, graphs, training_chain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.search import planner as planner_module
+from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.least_peak import recreated, relaxed
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.work_limit import WorkLimit
 
 

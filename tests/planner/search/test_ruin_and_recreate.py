@@ -9,8 +9,8 @@ from strategies import GraphBuilder, graphs
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.strategies import EVERY_STRATEGY, Strategies
 
 WITHOUT = EVERY_STRATEGY & ~Strategies.RECREATE
 
