@@ -10,6 +10,19 @@ WIDTH, ROWS = 32, 96
 EAGER = {"compiler": "aot_eager"}
 
 
+class Chain(nn.Module):
+    """Linear layers with an activation behind each, and the mean of squares."""
+
+    def __init__(self, layers: int, width: int, bias: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).sin()
+        return x.square().mean()
+
+
 class Block(nn.Module):
     """A residual block: two products, a norm, dropout."""
 

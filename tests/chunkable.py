@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trained_steps import trained
 
 import autoremat
 
@@ -95,15 +96,5 @@ def tokens_of(batch: int = BATCH, length: int = LENGTH) -> Tensor:
 
 def train(model: nn.Module, tokens: Tensor, **options: Any) -> tuple[list[Tensor], autoremat.Report]:
     """The loss and the gradients of one step, and its report; uncompiled graphs unless ``options`` say otherwise."""
-    torch._dynamo.reset()
-    model.zero_grad(set_to_none=True)
-    loss = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", **options})(tokens)
-    loss.backward()
-    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return found, autoremat.reports()[-1]
-
-
-def assert_close(found: list[Tensor], wanted: list[Tensor], **tolerances: float) -> None:
-    assert len(found) == len(wanted) > 2
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, **tolerances)
+    found = trained(model, model, tokens, steps=1, **options)
+    return found.tensors, found.report

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +12,6 @@ from torch._higher_order_ops.while_loop import while_loop
 WIDTH, ROWS, TIMES = 8, 32, 2
 
 PLACES = ("first", "middle", "loss")
-
-lock = threading.Lock()
-log = logging.getLogger("uncompilable")
 
 
 class Product(torch.autograd.Function):
@@ -59,15 +53,6 @@ def tried(layer: nn.Module, x: Tensor) -> Tensor:
     return x.tanh()
 
 
-def at_last(layer: nn.Module, x: Tensor) -> Tensor:
-    try:
-        x = layer(x).tanh()
-        print(end="")
-        return x * 2
-    finally:
-        x.sin()
-
-
 def branches(layer: nn.Module, x: Tensor) -> Tensor:
     for _ in range(TIMES):
         x = layer(x).tanh()
@@ -100,28 +85,15 @@ def averaged(layer: nn.Module, x: Tensor) -> Tensor:
 averaged.norms = {}  # type: ignore[attr-defined]
 
 
-def recurrent(kind: str) -> Callable[[nn.Module, Tensor], Tensor]:
-    network = getattr(nn, kind)(WIDTH, WIDTH)
+def recurrent(layer: nn.Module, x: Tensor) -> Tensor:
+    return NETWORK(layer(x)[None])[0][0]
 
-    def way(layer: nn.Module, x: Tensor) -> Tensor:
-        return network(layer(x)[None])[0][0]
 
-    return way
+NETWORK = nn.LSTM(WIDTH, WIDTH)
 
 
 def repeated(layer: nn.Module, x: Tensor) -> Tensor:
     return while_loop(lambda i, x: i < TIMES, lambda i, x: (i + 1, layer(x).tanh()), (torch.tensor(0), x))[1]
-
-
-def yielded(layer: nn.Module, x: Tensor) -> Tensor:
-    def values() -> Iterator[Tensor]:
-        for _ in range(TIMES):
-            print(end="")
-            yield layer(x).tanh()
-
-    for value in values():
-        x = x + value
-    return x
 
 
 @torch.compiler.disable
@@ -132,26 +104,18 @@ def left(x: Tensor) -> Tensor:
 KINDS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "print": (in_a_loop(lambda x: print(end="")), "print"),
     "item": (in_a_loop(lambda x: x.sum().item()), "item"),
-    "tolist": (in_a_loop(lambda x: x.sum(0).tolist()), "tolist|item"),
     "graph_break": (in_a_loop(lambda x: torch._dynamo.graph_break()), "graph_break"),
-    "log": (in_a_loop(lambda x: log.warning("") if x is None else log.debug("%s", 1)), "logging"),
-    "clock": (in_a_loop(lambda x: time.perf_counter()), "perf_counter"),
-    "entropy": (in_a_loop(lambda x: os.urandom(1)), "urandom"),
     "disabled": (in_a_loop(left), "disable"),
     "retain_grad": (in_a_loop(lambda x: x.retain_grad()), "retain_grad"),
     "save_on_cpu": (around(torch.autograd.graph.save_on_cpu), "save_on_cpu"),
-    "lock": (around(lambda: lock), "lock"),
     "file": (around(lambda: open(os.devnull)), "open|TextIOWrapper"),  # noqa: SIM115
     "try": (tried, "graph_break"),
-    "finally": (at_last, "print"),
     "branch": (branches, "[Dd]ata-dependent"),
     "chosen rows": (chosen, "shape"),
     "one tensor twice": (one_twice, "duplicate"),
     "BatchNorm(momentum=None)": (averaged, "item"),
-    "LSTM": (recurrent("LSTM"), "LSTM"),
-    "GRU": (recurrent("GRU"), "GRU"),
+    "LSTM": (recurrent, "LSTM"),
     "while_loop": (repeated, "compiler"),
-    "generator": (yielded, "print|generator"),
 }
 """The ways by name, each with a pattern that Dynamo's reason matches."""
 

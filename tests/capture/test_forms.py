@@ -119,7 +119,6 @@ def test_a_cpu_has_no_link_and_says_so(small_values):
     with pytest.warns(OptionWarning, match="host_memory has no effect on a graph: cpu has no memory apart from the host's"):
         report = autoremat.explain(step, X, options={**EAGER, "host_memory": "1GiB"})
     assert report.host_memory_bytes == 2**30
-    assert "cpu has no memory apart from the host's" in str(report)
     assert autoremat.Report.from_json(report.to_json()).unused_forms == report.unused_forms
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,10 +38,7 @@ def attempt(peaks: dict[bool, int] | int, **facts: object) -> Attempt:
 
 
 def run(rules: Rules, codes: Sequence[Attempt], record: int = 0) -> tuple[list[tuple[int, Purpose]], Verdict, list[Attempt]]:
-    """All attempts of a compilation, with headroom and purpose, and its end. ``codes`` are the facts of one attempt each.
-
-    Every attempt is decided upon three times: after the code of the forward, of both halves, and after the compilation.
-    """
+    """All attempts of a compilation, with headroom and purpose, and its end. ``codes`` are the facts of one attempt each."""
     steps: list[tuple[int, Purpose]] = []
     seen: list[Attempt] = []
     verdict: Verdict | None = Again(record)
@@ -244,11 +239,6 @@ def test_the_reason_for_unused_memory(codes, is_fastest, reason):
     found = unused_reason(run(Rules(), codes)[2], is_fastest)
     assert reason in found
     assert bool(reason) == bool(found)
-
-
-def test_decisions_need_no_torch():
-    code = "import sys, autoremat.compiler.attempts; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_the_pool_of_cuda_graphs_is_that_of_the_accepted_code():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 
 import pytest
 import torch
-from test_dynamo_backend import LEAST, UNBOUNDED, Mlp, compile_
+from test_dynamo_backend import LEAST, Mlp, compile_
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
@@ -24,32 +23,11 @@ def failure(**options: object) -> BaseException:
     return caught.value.inner_exception
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"memory_budget": 0}, "memory_budget=0 is not accepted"),
-        ({"memory_budget": "6 pounds"}, "6 pounds"),
-        ({"memory_budget": 1.5}, "share of the peak"),
-        ({"memory_budget": "auto"}, "needs a CUDA device"),
-        ({"compiler": "eager"}, '"inductor" or "aot_eager"'),
-        ({"on_infeasible": "panic"}, "panic"),
-        ({"time_limit": 0}, "time_limit=0"),
-        ({"memory_bugdet": 1}, "nearest: memory_budget"),
-        ({"max_autotun": True}, "max_autotune"),
-    ],
-)
-def test_bad_options_are_refused_when_the_model_is_first_called(options, message):
-    if options.get("memory_budget") == "auto" and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
+@pytest.mark.parametrize("options", [{"memory_budget": "6 pounds"}, {"max_autotun": True}, {"custom_partitioner_fn": None}])
+def test_bad_options_are_refused_when_the_model_is_first_called(options):
     error = failure(**options)
     assert isinstance(error, OptionsError)
-    assert message in str(error)
-
-
-def test_another_partitioner_is_refused():
-    error = failure(custom_partitioner_fn=None)
-    assert isinstance(error, OptionsError)
-    assert "custom_partitioner_fn" in str(error)
+    assert next(iter(options)) in str(error)
 
 
 def test_an_infeasible_budget_says_what_is_possible():
@@ -58,12 +36,7 @@ def test_an_infeasible_budget_says_what_is_possible():
     assert error.budget_bytes == 1000
     assert 1000 < error.lower_bound_bytes <= error.minimum_bytes
     assert error.occupants
-    sizes = [one.bytes for one in error.occupants]
-    assert sizes == sorted(sizes, reverse=True)
-    text = str(error)
-    assert "no plan was found" in text
-    assert str(error.minimum_bytes) in text
-    assert "test_dynamo_backend.py" in text  # where the occupants come from
+    assert "test_dynamo_backend.py" in str(error)  # where the occupants come from
     assert pickle.loads(pickle.dumps(error)).minimum_bytes == error.minimum_bytes
 
 
@@ -83,13 +56,6 @@ def test_best_effort_warns_and_runs():
     assert not report.fits
     assert report.predicted_peak_bytes == report.minimum_peak_bytes
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_best_effort_is_silent_if_the_budget_fits():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compile_(Mlp(), {**LEAST, "memory_budget": GENEROUS})(torch.randn(8, 64)).backward()
-    assert autoremat.reports()[-1].fits
 
 
 def budget_used(**options: object) -> int | None:
@@ -114,29 +80,9 @@ def test_options_win_over_configure_and_configure_over_the_environment(monkeypat
     assert budget_used() is None
 
 
-def test_a_bad_environment_variable_is_named(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "plenty")
-    error = failure()
-    assert isinstance(error, OptionsError)
-    assert f"{ENVIRONMENT_VARIABLE}='plenty'" in str(error)
-
-
 @pytest.mark.parametrize("share", [1.0, 0.9])
 def test_a_share_is_of_the_peak_without_recomputation(share):
     compile_(Mlp(), {**LEAST, "memory_budget": share})(torch.randn(256, 64)).backward()
     report = autoremat.reports()[-1]
     assert report.budget_bytes == int(share * report.baseline_peak_bytes)
     assert report.fits
-
-
-@pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
-def test_no_budget_is_the_fastest_plan():
-    reports = []
-    for options in (UNBOUNDED, {**LEAST, "memory_budget": 0.8}, LEAST):
-        torch._dynamo.reset()
-        compile_(Mlp(), options)(torch.randn(256, 64)).backward()
-        reports.append(autoremat.reports()[-1])
-    seconds = [r.recompute_seconds for r in reports]
-    assert seconds == sorted(seconds)
-    peaks = [r.predicted_peak_bytes for r in reports]
-    assert peaks == sorted(peaks, reverse=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import Block
 from processes import run_ranks, values
 from torch import nn
 
@@ -21,15 +22,6 @@ import autoremat
 from autoremat.compiler import cache_key, compile_loop, partitioner
 
 pytestmark = pytest.mark.slow
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 def trained(_: int, budgets: Sequence[object], source_hash: str, train: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,7 +41,7 @@ def trained(_: int, budgets: Sequence[object], source_hash: str, train: bool, op
         torch.manual_seed(0)
         calls.clear()
         before = len(autoremat.reports())
-        model = nn.Sequential(*(Block(32) for _ in range(2)))
+        model = nn.Sequential(*(Block(0.0) for _ in range(2)))
         found = steps(model, {"memory_budget": budget, **options}, 2 if train else 0)
         reports = [json.loads(report.to_json()) for report in autoremat.reports()[before:]]
         answers.append({"reports": reports, "calls": len(calls), **found})
@@ -134,7 +126,6 @@ def lasting(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_two_budgets_never_share_an_entry_and_warm_starts_report_the_same(cold, caches):
-    """The caches hold one budget; a new process asks for another and for that one, a third process for both again."""
     high = cold[1]
     low, again = caches.run(LESS, SHARE)
     low_again, high_again = caches.run(LESS, SHARE)
@@ -157,13 +148,9 @@ def test_two_budgets_never_share_an_entry_and_warm_starts_report_the_same(cold, 
         assert answer["gradient"] == pytest.approx(high["gradient"], rel=1e-4)
 
 
-@pytest.mark.parametrize("damage", ["deleted", "broken"])
-def test_a_lost_record_is_made_again(cold, caches, damage):
+def test_a_lost_record_is_made_again(cold, caches):
     (record,) = caches.records
-    if damage == "deleted":
-        record.unlink()
-    else:
-        record.write_text("{")
+    record.write_text("{")
     found, warm = caches.run(SHARE, SHARE)
     # The compilation that restores the record counts as another attempt.
     expected = {**lasting(report_of(cold[1])), "replans": report_of(found)["replans"]}
@@ -179,24 +166,6 @@ def test_another_version_of_our_code_plans_anew(cold, caches):
     assert changed["calls"] >= 1
     assert len(caches.records) == 2
     assert lasting(report_of(changed)) == lasting(report_of(cold[1]))
-
-
-def test_options_that_change_the_plan_are_part_of_the_key(cold, caches):
-    (best_effort,) = caches.run(1, on_infeasible="best_effort")
-    report = report_of(best_effort)
-    assert best_effort["calls"] >= 1
-    assert report["budget_bytes"] == 1
-    assert report["predicted_peak_bytes"] < report_of(cold[1])["predicted_peak_bytes"]
-    assert len(caches.records) == 2
-
-
-def test_inference_has_no_report_cold_or_warm(cold, caches):
-    for answer in caches.run(SHARE, SHARE, train=False):
-        assert answer["reports"] == []
-        assert answer["calls"] == 0
-    (trained,) = caches.run(SHARE)
-    assert trained["calls"] == 0
-    assert lasting(report_of(trained)) == lasting(report_of(cold[1]))
 
 
 def test_code_from_a_cache_warns_of_constraints_again():

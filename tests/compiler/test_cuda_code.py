@@ -72,24 +72,6 @@ def test_code_for_cuda_graphs_is_generated_without_kernels():
     module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
 
 
-@pytest.mark.slow
-def test_only_parameters_stay_where_they_are():
-    found = []
-
-    def backend(module, inputs):
-        partitioning = Partitioning(PlanningContext(Request(cost_model="roofline")), plan_graph)
-        with inductor_lowering.without_kernels():
-            lower(GraphSource(module, inputs, {}), partitioning, (), lambda lowered: None)
-        found.append(partitioning.planned.priced)
-        return module
-
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-        torch.compile(torch.nn.Linear(2, 3), backend=backend)(torch.zeros(5, 2))
-    (priced,) = found
-    moving = [priced.captured.value_nodes[number].meta["val"].shape for number in priced.kept_inputs]
-    assert moving == [(5, 2)]
-
-
 def traced_product():
     traced = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
     return traced.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
@@ -107,7 +89,6 @@ def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, 
 
 
 def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
-    """Torch's setting for all backends cannot be read then."""
     (product,) = traced_product()
     other, products = kernel_settings.float32_precision(), torch.backends.cuda.matmul
     before = products.fp32_precision
@@ -142,20 +123,6 @@ def test_a_card_that_is_planned_for_by_name_has_no_habits_of_cpus(monkeypatch):
 
 
 @pytest.mark.slow
-def test_code_in_cpp_needs_what_code_in_python_needs():
-    layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8))
-
-    def step(x):
-        return layers(x).topk(2)[0].square().sum()
-
-    options = {"cost_model": "roofline"}
-    python, cpp = (
-        explain(step, torch.randn(32, 16), lower=True, options=options | {"cpp_wrapper": wrapper}) for wrapper in (False, True)
-    )
-    assert python.compiled_peak_bytes == cpp.compiled_peak_bytes
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("replayed", [True, False])
 def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed):
     if not replayed:
@@ -167,9 +134,3 @@ def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed
         options={"cost_model": "roofline"},
     )
     assert ("the peak of the code is an estimate" in " ".join(report.notes)) is not replayed
-
-
-def test_copies_into_running_statistics_have_no_workspace():
-    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
-    report = explain(module, torch.randn(6, 4), device="H100-80GB", options={"cost_model": "roofline"})
-    assert not report.unknown_workspaces

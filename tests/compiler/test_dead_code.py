@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.compiler.cuts import Cuts
-from autoremat.compiler.dead_code import remove_dead_code
 
 F = nn.functional
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -21,8 +19,6 @@ Dead = Callable[["Net", Tensor, Tensor], Any]
 
 
 class Net(nn.Module):
-    """Layers with dropouts. ``dead`` reads a draw of the first part; nobody reads its result."""
-
     def __init__(self, dead: Dead) -> None:
         super().__init__()
         self.layers, self.norm, self.dead = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.BatchNorm1d(16), dead
@@ -38,8 +34,6 @@ class Net(nn.Module):
 
 
 class Square(torch.autograd.Function):
-    """A function with a backward of its own."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -85,18 +79,3 @@ def test_parts_draw_and_change_what_the_whole_graph_does(name):
     whole = trained(dead, "aot_eager")
     assert len(parts) == len(whole)
     assert all(map(same_bits, parts, whole))
-
-
-@pytest.mark.parametrize("name", DEAD)
-def test_dead_tensors_do_not_count_as_crossing(name):
-    crossing: list[tuple[int, ...]] = []
-
-    def backend(gm: Any, inputs: list[Any]) -> Any:
-        remove_dead_code(gm)
-        crossing.append(Cuts(gm, inputs, "cpu").divided(3).crossing_bytes)
-        return gm
-
-    for dead in (DEAD[name], lambda net, noise, h: None):
-        torch.compiler.reset()
-        torch.compile(Net(dead), backend=backend)(torch.ones(8, 16))
-    assert crossing[0] == crossing[1]

@@ -24,8 +24,6 @@ UNBOUNDED = {"memory_budget": None, "compiler": "aot_eager"}
 
 
 class Mlp(nn.Module):
-    """Three wide layers: products are dear, activations cheap."""
-
     def __init__(self, width: int = 64, dropout: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
@@ -84,37 +82,12 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 # -- orders of the user ------------------------------------------------------------------------------------------------
 
 
-def test_without_orders_products_are_saved_if_there_is_no_budget(modules, new_reports):
-    compile_(Mlp(), UNBOUNDED)(torch.randn(8, 64)).backward()
-    ((_, backward),) = modules
-    assert recomputed(backward, ATEN.addmm, ATEN.mm) == 0
-    assert new_reports()[0].budget_bytes is None
-
-
-def test_checkpoint_regions_are_recomputed_without_any_budget(modules, new_reports):
-    model = Mlp()
-
-    def region(x):
-        return model.layers[1](torch.relu(model.layers[0](x))).relu()
-
-    def step(x):
-        return model.layers[2](checkpoint(region, x, use_reentrant=False)).square().mean()
-
-    x = torch.randn(8, 64)
-    found = gradients(model, compile_(step, UNBOUNDED)(x))
-    ((_, backward),) = modules
-    assert recomputed(backward, ATEN.addmm, ATEN.mm) >= 1, backward.print_readable(print_output=False)
-    assert new_reports()[0].recomputed_ops >= 1
-    for name, gradient in gradients(model, step(x)).items():
-        torch.testing.assert_close(found[name], gradient)
-
-
 def policy(saved, context, op, *args, **kwargs):
     packet = getattr(op, "overloadpacket", op)
     return CheckpointPolicy.MUST_SAVE if packet in saved else CheckpointPolicy.MUST_RECOMPUTE
 
 
-@pytest.mark.parametrize("options", [LEAST, {**LEAST, "memory_budget": 0.5}, UNBOUNDED], ids=["least", "half", "unbounded"])
+@pytest.mark.parametrize("options", [LEAST, UNBOUNDED], ids=["least", "unbounded"])
 @pytest.mark.parametrize(
     ("saved", "again"),
     [
@@ -145,90 +118,20 @@ def test_selective_checkpoint_policies_are_obeyed(modules, options, saved, again
 # -- what is left alone ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_inference_goes_untouched(modules, new_reports, context):
+def test_inference_goes_untouched(modules, new_reports):
     model = Mlp()
     compiled = compile_(model)
     x = torch.randn(8, 64)
-    with context():
+    with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
     assert not modules
     assert new_reports() == []
 
 
-def test_a_graph_without_parameters_goes_untouched(modules, new_reports):
-    x = torch.randn(8)
-    torch._dynamo.utils.counters.clear()  # after a graph break, the graph could be a part of a function
-    with pytest.warns(autoremat.OptionWarning, match="no effect on the graph at .*: it has no backward"):
-        result = compile_(lambda x: x.sin() + 1)(x)
-    assert torch.equal(result, x.sin() + 1)
-    assert not modules
-    assert new_reports() == []
-
-
-def test_evaluation_mode_still_trains(new_reports):
-    model = Mlp(dropout=0.5).eval()
-    x = torch.randn(8, 64)
-    found = gradients(model, compile_(model)(x))
-    for name, gradient in gradients(model, model(x)).items():
-        torch.testing.assert_close(found[name], gradient)
-    assert len(new_reports()) == 1
-
-
-def test_inference_after_training_adds_no_report(new_reports):
-    model = Mlp()
-    compiled = compile_(model)
-    compiled(torch.randn(8, 64)).backward()
-    with torch.no_grad():
-        compiled(torch.randn(8, 64))
-    assert len(new_reports()) == 1
-
-
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def test_batch_norm_statistics_are_updated_once(new_reports):
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16))
-
-    ours, eager = build(), build()
-    compiled = compile_(lambda x: ours(x).square().mean())
-    for step in range(3):
-        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
-        compiled(x).backward()
-        eager(x).square().mean().backward()
-    assert new_reports()[0].recomputed_ops > 0
-    for (name, found), expected in zip(ours.named_buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
-    assert int(ours[1].num_batches_tracked) == 3
-
-
-@pytest.mark.parametrize("when", ["before", "after", "both"])
-def test_inputs_that_are_written_to(when, new_reports):
-    def step(x, weight, state):
-        first = (x + state).sin() if when in ("after", "both") else x.sin()
-        state.add_(1.0)
-        second = (first * state).cos() if when in ("before", "both") else first.cos()
-        return (second @ weight).exp().mean()
-
-    def run(function):
-        torch.manual_seed(0)
-        x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-        state = torch.rand(8, 8)
-        losses = []
-        for _ in range(2):
-            losses.append(function(x, weight, state))
-            losses[-1].backward()
-        return [*losses, x.grad, weight.grad, state]
-
-    for found, expected in zip(run(compile_(step)), run(step), strict=True):
-        torch.testing.assert_close(found, expected)
-    assert new_reports()[0].recomputed_ops > 0
-
-
 def test_dropout_masks_are_not_drawn_again(modules):
-    """The mask is what a gradient of zero gives away."""
     model = Mlp(dropout=0.5)
 
     def step(x):
@@ -278,18 +181,6 @@ def test_graph_breaks_give_a_report_each(new_reports):
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_dynamic_shapes(new_reports):
-    model = Mlp()
-    compiled = compile_(model, dynamic=True)
-    for batch in (256, 300, 200):
-        x = torch.randn(batch, 64)
-        found = gradients(model, compiled(x))
-        for name, gradient in gradients(model, model(x)).items():
-            torch.testing.assert_close(found[name], gradient)
-    assert len(new_reports()) == 2  # up to 256, and up to 512
-    assert new_reports()[0].recomputed_ops > 0
-
-
 def test_dynamic_sizes_in_views_and_outputs(new_reports):
     weight = nn.Parameter(torch.randn(6, 6))
 
@@ -311,17 +202,8 @@ def test_dynamic_sizes_in_views_and_outputs(new_reports):
     assert len(new_reports()) == 2  # up to 4 rows, and up to 8
 
 
-def test_a_recompilation_for_another_shape_is_another_graph(new_reports):
-    compiled = compile_(Mlp(), dynamic=False)
-    for batch in (8, 4):
-        compiled(torch.randn(batch, 64)).backward()
-    first, second = new_reports()
-    assert first.baseline_peak_bytes > second.baseline_peak_bytes
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_that_dynamo_traces_a_function_again_is_no_failure(count, monkeypatch):
-    """Torch asks for it, for instance under ``dynamic=True``, where a number of Python becomes a symbol."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
     from autoremat.compiler import dynamo_backend, split_budget

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +16,6 @@ from torch import Tensor, fx, nn
 import autoremat
 from autoremat.compiler import lowering, peers
 from autoremat.compiler.interception import active_interceptor, intercepted_by
-from autoremat.measure.timer import outside_of_modes
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import compilers, hooks, inductor_lowering, symbolic_sizes
@@ -53,7 +51,6 @@ def test_a_hook_acts_in_the_thread_that_set_it():
 
 
 def test_hooks_of_two_threads_overlap():
-    """The first ends while the second is active, which would put back the wrong method if methods were put back."""
     entered, left = threading.Event(), threading.Event()
 
     def second() -> list[int]:
@@ -84,17 +81,7 @@ def test_a_recording_and_planned_sizes_belong_to_their_thread():
     assert active_interceptor() is None
 
 
-def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():
-    sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
-    cpu = torch.device("cpu")
-    with symbolic_sizes.planned_for(sizes), hooks.hooked(Machine, "run", lambda method, self, number: 10):
-        assert outside_of_modes(cpu, symbolic_sizes.planned_identity) == "[('s0', 2, 64)]"
-        assert outside_of_modes(cpu, lambda: Machine().run(5)) == 5
-    assert outside_of_modes(cpu, symbolic_sizes.planned_identity) == "[]"
-
-
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():
-    """A model that another thread compiles meanwhile is planned as ever, and is no part of the step profile."""
     inside, compiled = threading.Event(), threading.Event()
     model, other = (nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 1)) for width in (32, 48))
     x = torch.ones(64, 16)
@@ -122,25 +109,6 @@ def test_a_survey_leaves_the_compilations_of_other_threads_alone():
         profile = autoremat.profile_step(step, x, options={"compiler": "aot_eager"})
         assert reports.result(LIMIT) == 1
     assert len(profile.step.graphs) == 1
-
-
-def test_a_profile_leaves_calls_of_other_threads_and_graphs_of_other_devices_out():
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.ones(64, 16)
-    taken = Recording(Options(compiler="aot_eager", cost_model="roofline"))
-    with intercepted_by(taken):
-        compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager"})
-        compiled(x).sum().backward()
-        elsewhere(lambda: compiled(x).sum().backward())
-        assert len(taken.calls) == 1
-        assert len(taken.events) == 4
-    (graph,) = taken.graphs
-    assert graph.planned is not None
-    taken.leave_out_other_devices()
-    assert taken.graphs == [graph]
-    taken.graphs.append(replace(graph, key="another", device=torch.device("cuda", 1)))
-    taken.leave_out_other_devices()
-    assert taken.device == torch.device("cuda", 1)
-    assert [one.planned is None for one in taken.graphs] == [True, False]
 
 
 def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
@@ -198,8 +166,6 @@ class Visits:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_plain_inductor_compiles_and_runs_backwards_at_all_points_of_our_compilation(monkeypatch):
-    """Another thread compiles a model, and runs the first backward of an earlier one. It never meets our hooks."""
-
     def compile_ours() -> autoremat.Report:
         before = len(autoremat.reports())
         autoremat.backend(*graph_of(96), options={"memory_budget": "1MiB", "cost_model": "roofline"})
@@ -257,19 +223,3 @@ def test_a_substitute_acts_in_its_thread_and_is_put_back():
         left.set()
         assert other.result(LIMIT) == 20
     assert module.double is double
-
-
-class Classy:
-    """Stands for a class with a cached constructor."""
-
-    @classmethod
-    def create(cls, number: int) -> tuple[type, int]:
-        return cls, number
-
-
-def test_a_class_method_is_substituted_and_put_back():
-    with hooks.substituted(Classy, "create", lambda number: number):
-        assert Classy.create(5) == 5
-        assert elsewhere(lambda: Classy.create(5)) == (Classy, 5)
-    assert Classy.create(5) == (Classy, 5)
-    assert isinstance(vars(Classy)["create"], classmethod)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -14,11 +13,9 @@ from chunkable import (
     WORDS,
     Loss,
     Model,
-    assert_close,
     by_hand,
     flat,
     shifted_as_transformers_does,
-    sliced,
     tokens_of,
     train,
 )
@@ -27,9 +24,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
+from trained_steps import assert_close, trained
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning
+from autoremat.basics.errors import OptionWarning
 
 
 def with_noise(logits: Tensor, labels: Tensor) -> Tensor:
@@ -116,17 +114,6 @@ def test_every_part_has_its_own_products():
     }  # layer, logits, sums; dx, first dw, layer
 
 
-def peak_of(model: nn.Module, tokens: Tensor, **options: Any) -> tuple[int, autoremat.Report]:
-    """The measured peak of a second step."""
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", **options})
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        with autoremat.track_peak("cpu") as peak:
-            compiled(tokens).backward()
-    return peak.bytes, autoremat.reports()[-1]
-
-
 LARGE = 4096
 
 
@@ -152,13 +139,13 @@ def least() -> int:
 @pytest.mark.slow
 def test_the_measured_peak_is_lower(least):
     model, tokens = large()
-    whole, _ = peak_of(model, tokens, memory_budget=least, chunk_loss=False)
+    whole = trained(model, model, tokens, memory_budget=least, chunk_loss=False)
     budget = least // 3
-    measured, report = peak_of(model, tokens, memory_budget=budget)
+    found = trained(model, model, tokens, memory_budget=budget)
+    report = found.report
     assert report.loss_chunks > 1
-    assert measured <= budget < whole / 2.5
+    assert found.peak <= budget < whole.peak / 2.5
     assert report.minimum_unchunked_bytes == least
-    assert f"{report.loss_chunks} chunks" in str(report)
 
 
 def test_by_default_only_where_nothing_else_fits(least):
@@ -173,48 +160,13 @@ def test_by_default_only_where_nothing_else_fits(least):
     assert_close(found, plain)
 
 
-@pytest.mark.slow
-def test_the_error_knows_of_parts_and_a_best_effort_runs_them(least):
-    model, tokens = large()
-    with pytest.raises(BackendCompilerFailed) as caught:
-        train(model, tokens, memory_budget=1)
-    promised = caught.value.inner_exception.minimum_bytes
-    chunks = caught.value.inner_exception.loss_chunks
-    assert promised < least
-    with pytest.warns(BudgetWarning, match="over its budget"):
-        _, report = train(model, tokens, memory_budget=1, on_infeasible="best_effort")
-    assert report.loss_chunks == chunks > 1
-    assert report.peak_bytes == report.minimum_peak_bytes == promised
-
-
-def test_never_by_request(least):
-    model, tokens = large()
-    with pytest.raises(BackendCompilerFailed) as caught:
-        train(model, tokens, memory_budget=least - 1, chunk_loss=False)
-    assert isinstance(caught.value.inner_exception, BudgetInfeasible)
-
-
-@pytest.mark.slow
-def test_true_takes_what_is_faster(least):
-    model, tokens = large()
-    _, whole = train(model, tokens, memory_budget=least, chunk_loss=False)
-    _, best = train(model, tokens, memory_budget=least, chunk_loss=True)
-    assert best.step_seconds + best.recompute_seconds <= whole.step_seconds + whole.recompute_seconds
-    _, unbounded = train(model, tokens, chunk_loss=True)
-    assert unbounded.loss_chunks == 1
-
-
 class Returning(Model):
-    """Hands the logits to the caller too."""
-
     def forward(self, tokens: Tensor) -> Any:
         logits = self.head(self.hidden(tokens))
         return {"loss": self.loss(logits, tokens), "logits": logits}
 
 
 class WithAccuracy(Model):
-    """Counts the right guesses as well."""
-
     def forward(self, tokens: Tensor) -> Any:
         logits = self.head(self.hidden(tokens))
         return self.loss(logits, tokens) + 0 * (logits.argmax(-1) == tokens).float().mean()
@@ -235,38 +187,16 @@ def test_logits_that_are_returned_cannot_be_had_in_parts():
     assert autoremat.reports()[-1].loss_chunks == 1
 
 
-def test_the_error_says_what_is_in_the_way_of_parts():
-    compiled = torch.compile(Returning(flat), backend="autoremat", options={"compiler": "aot_eager", "memory_budget": 1})
-    with pytest.raises(BackendCompilerFailed) as caught:
-        compiled(tokens_of())
-    assert "- return the loss alone: the caller is handed aten." in str(caught.value.inner_exception)
-
-
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
         (lambda logits, labels: flat(logits.softmax(1), labels), "mixes rows"),
-        (lambda logits, labels: flat(logits.sort(-1).values, labels), "not known to compute row by row"),
         (lambda logits, labels: logits.square().mean(), "goes into no softmax"),
-        (lambda logits, labels: (logits / (1 + (-logits).exp())).square().mean(), "goes into no softmax"),  # SiLU, decomposed
     ],
 )
 def test_a_loss_that_mixes_tokens_is_refused_with_the_reason(loss, reason):
     with pytest.warns(OptionWarning, match=f"chunk_loss has no effect on a graph: .*{reason}"):
         train(Model(loss), tokens_of(), chunk_loss=4)
-
-
-def test_without_a_projection_there_is_nothing_to_do():
-    with pytest.warns(OptionWarning, match="no matrix product"):
-        train(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0), SumOf()), torch.randn(64, 16),
-              chunk_loss=2)  # fmt: skip
-
-
-class SumOf(nn.Module):
-    """The sum."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum()
 
 
 def test_dynamic_sizes_are_refused():
@@ -279,10 +209,8 @@ def test_dynamic_sizes_are_refused():
 ADVICE = "compile with dynamic=False"
 
 
-@pytest.mark.parametrize("loss", [by_hand, sliced])
-def test_the_advice_on_dynamic_sizes_leads_to_a_chunked_loss(loss):
-    """A second length makes the sizes dynamic. With ``dynamic=False``, as the error says, the same budget suffices."""
-    model, short, long = Model(loss, words=LARGE), tokens_of(4, 32), tokens_of(4, 64)
+def test_the_advice_on_dynamic_sizes_leads_to_a_chunked_loss():
+    model, short, long = Model(by_hand, words=LARGE), tokens_of(4, 32), tokens_of(4, 64)
     options = {"compiler": "aot_eager", "memory_budget": train(model, long, chunk_loss=False)[1].minimum_peak_bytes // 2}
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="autoremat", options=options)
@@ -294,33 +222,6 @@ def test_the_advice_on_dynamic_sizes_leads_to_a_chunked_loss(loss):
     compiled(short)
     compiled(long)
     assert autoremat.reports()[-1].loss_chunks > 1
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_no_advice_on_dynamic_sizes_where_static_ones_change_nothing(dynamic):
-    layers = [nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Softmax(-1), SumOf()]
-    options = {"compiler": "aot_eager", "memory_budget": 1}
-    compiled = torch.compile(nn.Sequential(*layers), backend="autoremat", dynamic=dynamic, options=options)
-    with pytest.raises(BackendCompilerFailed) as caught:
-        compiled(torch.randn(32, 16))
-    assert ADVICE not in str(caught.value)
-
-
-def test_by_default_nothing_warns():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(BackendCompilerFailed) as caught:
-            train(Model(lambda logits, labels: flat(logits.softmax(1), labels)), tokens_of(), memory_budget=1)
-    assert isinstance(caught.value.inner_exception, BudgetInfeasible), "no warning, which would be an error here"
-
-
-def test_explain_says_so():
-    model, tokens = large()
-    options = {"compiler": "aot_eager", "chunk_loss": 8}
-    report = autoremat.explain(model, tokens, options=options)
-    assert report.loss_chunks == 8
-    assert "8 chunks" in str(report)
-    assert autoremat.Report.from_json(report.to_json()) == report
 
 
 def test_a_stored_plan_of_parts_is_applied_to_parts(tmp_path):
@@ -338,8 +239,7 @@ def test_under_inductor_with_a_tied_weight():
     options: dict[str, Any] = {"compiler": "inductor"}
     wanted, whole = train(model, tokens, **options, chunk_loss=False)
     budget = whole.predicted_peak_bytes // 3
-    found, report = train(model, tokens, **options, memory_budget=budget)
-    assert report.loss_chunks > 1
-    assert_close(found, wanted)
-    measured, _ = peak_of(model, tokens, **options, memory_budget=budget)
-    assert measured <= budget
+    found = trained(model, model, tokens, **options, memory_budget=budget)
+    assert found.report.loss_chunks > 1
+    assert_close(found.tensors, wanted)
+    assert found.peak <= budget

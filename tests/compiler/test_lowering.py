@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import subprocess
@@ -11,9 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import trained_steps
 from models import build
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trained_steps import LEAST, assert_close, gradients, trained
 
 import autoremat
 from autoremat import Report, track_peak
@@ -30,77 +31,43 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.ba
 
 
 class Network(nn.Module):
-    """Norms, activations, a skip, shared weights, a buffer that is written to."""
-
-    def __init__(self, width: int = 32, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Linear(width, width) for _ in range(3))
-        self.batch_norm, self.layer_norm = nn.BatchNorm1d(width), nn.LayerNorm(width)
-        self.dropout = dropout
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+        self.batch_norm, self.layer_norm = nn.BatchNorm1d(64), nn.LayerNorm(64)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.batch_norm(self.first(x)))
-        y = F.dropout(F.silu(self.layer_norm(self.second(y))) + x, self.dropout)
+        y = F.silu(self.layer_norm(self.second(y))) + x
         y = F.softmax(self.third(F.gelu(self.first(y))), -1) * y
         return self.third(torch.tanh(self.second(y))).square().mean()
 
 
 def compiled(function: Callable, budget: object, **options: object) -> Callable:
-    torch._dynamo.reset()
-    options = {"memory_budget": budget, "on_infeasible": "best_effort", **options}
-    return torch.compile(function, backend="autoremat", options=options)
-
-
-def measured(step: Callable[[], Tensor], parameters: list[nn.Parameter]) -> tuple[int, Report]:
-    """(measured peak of the second step, report)."""
-    for _ in range(2):
-        for parameter in parameters:
-            parameter.grad = None
-        with track_peak("cpu") as peak:
-            step().backward()
-    return peak.bytes, autoremat.reports()[-1]
-
-
-def check_peak(model: nn.Module, function: Callable, budget: float | int | None) -> None:
-    """Asserts that the compiled function has the peak of its report, within the budget."""
-    x = torch.randn(512, 64)
-    bytes_, report = measured(lambda: function(x), list(model.parameters()))
-    assert report.compiled_peak_bytes is not None
-    assert bytes_ <= report.compiled_peak_bytes
-    assert bytes_ >= 0.9 * report.compiled_peak_bytes
-    assert report.budget_bytes is None or bytes_ <= report.budget_bytes or budget == 1
+    return trained_steps.compiled(function, **LEAST | {"compiler": "inductor", "memory_budget": budget, **options})
 
 
 @pytest.mark.parametrize("budget", [0.78, 1])
 def test_values_are_close_to_eager_at_the_compiled_peak(budget):
-    torch.manual_seed(0)
-    ours, eager = Network(64), Network(64)
+    ours, eager, x = Network(), Network(), torch.randn(512, 64)
     eager.load_state_dict(ours.state_dict())
-    function = compiled(ours, budget)
+    found = trained(ours, ours, x, **LEAST | {"compiler": "inductor", "memory_budget": budget})
     for _ in range(2):
-        x = torch.randn(512, 64)
-        function(x).backward()
-        eager(x).backward()
-    assert autoremat.reports()[-1].recomputed_ops > 0
-    for (name, found), expected in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, msg=lambda text, name=name: f"{name}: {text}")
-    for (name, found), expected in zip(ours.named_buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
-    check_peak(ours, function, budget)
-
-
-def test_with_dropout_the_measured_peak_is_the_compiled_peak():
-    model = Network(64, dropout=0.3)
-    check_peak(model, compiled(model, 1), 1)
+        expected = gradients(eager, eager, x)
+    assert_close(found.tensors, expected)
+    assert_close(list(ours.buffers()), list(eager.buffers()))
+    report = found.report
+    assert report.recomputed_ops > 0
+    assert 0.9 * report.compiled_peak_bytes <= found.peak <= report.compiled_peak_bytes
+    assert found.peak <= report.budget_bytes or budget == 1
 
 
 def test_the_whole_peak_without_recomputation_is_always_feasible():
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(32, 64)
     for function in (lambda x: model(x).square().mean(), lambda x: model(x).kthvalue(3).values.square().mean()):
-        step = functools.partial(compiled(function, 1.0, on_infeasible="raise"), x)
-        bytes_, report = measured(step, list(model.parameters()))
-        assert report.fits
-        assert bytes_ <= report.compiled_peak_bytes <= report.budget_bytes
+        found = trained(function, model, x, compiler="inductor", memory_budget=1.0, on_infeasible="raise")
+        assert found.report.fits
+        assert found.peak <= found.report.compiled_peak_bytes <= found.report.budget_bytes
 
 
 def peak_with_outputs(function: Callable[[Tensor], tuple[Tensor, ...]], parameters: list[nn.Parameter]) -> tuple[int, Report]:
@@ -142,8 +109,6 @@ def test_outputs_that_the_backward_reads_count_once():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("budget", [None, 1])
 def test_inputs_with_gradients_that_are_written_to(budget):
-    """Torch writes to them after the forward, and takes Inductor's copies of what they held out of the graph."""
-
     def step(x: Tensor, state: Tensor, weight: Tensor) -> Tensor:
         hidden = torch.exp(state + x)
         state.mul_(2.0)
@@ -161,11 +126,7 @@ def test_inputs_with_gradients_that_are_written_to(budget):
         torch.testing.assert_close(found, expected)
 
 
-LEAST = {"memory_budget": 1, "on_infeasible": "best_effort"}
-
-
 def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
-    """The order that a chain has anyway is its best; to pin it must not cost a buffer, as one more user of a buffer would."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     x = torch.randn(256, 64)
 
@@ -174,7 +135,7 @@ def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
 
     def peak() -> int | None:
         torch._dynamo.reset()
-        return autoremat.explain(loss, x, lower=True, options=LEAST).compiled_peak_bytes
+        return autoremat.explain(loss, x, lower=True, options=LEAST | {"compiler": "inductor"}).compiled_peak_bytes
 
     pin, pinned_graphs = inductor_lowering._pin_order, []
     monkeypatch.setattr(inductor_lowering, "_pin_order", lambda scheduler: pinned_graphs.append(pin(scheduler)))
@@ -187,7 +148,6 @@ def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="Inductor reads a buffer here before it exists in torch 2.11")
 def test_recomputed_values_that_are_read_by_strides_lie_as_they_were_traced(start):
-    """The convolution lays the saved input channels last, and so what is computed from it again."""
     convolve = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=torch.channels_last)
     weights, x = torch.arange(16.0), torch.randn(4, 8, 16, 16, requires_grad=True)
 
@@ -222,7 +182,6 @@ def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
 
 
 def test_no_planner_outlives_its_compilation():
-    """Inductor keeps the partitioner with what it compiled; the plans that were looked at would take more than the code."""
     model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(24, 24), nn.Tanh())))
     compiled = torch.compile(model, backend="autoremat", options={"memory_budget": "10MiB"})
 
@@ -253,13 +212,11 @@ torch.testing.assert_close(found, x.grad)
 
 
 def test_gradients_are_added_at_their_places_where_a_kernel_reads_two_layouts():
-    """Else the kernel writes behind its buffer, which can end the process."""
     done = subprocess.run([sys.executable, "-c", TILED_SUM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_workspace_belongs_to_the_node_and_not_to_the_nearest_size(monkeypatch):
-    """Three calls of one op, with results of the same or nearly the same bytes, and different workspaces."""
     halves, original = [], inductor_lowering._lowered_peak
 
     def keep(*arguments: object) -> inductor_lowering.LoweredPeak:

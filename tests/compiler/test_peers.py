@@ -18,11 +18,9 @@ from processes import run_ranks, values
 from rank_step import EAGER, SHARE, blocks, step
 
 import autoremat
-from autoremat.capture import pricing
 from autoremat.compiler import compile_loop, joint_graph, peers, records
 from autoremat.compiler.lowering import Lowered
 from autoremat.compiler.partitioner import Partitioner
-from autoremat.planner.cost import Curve, Rate, Rates, curve_name
 from autoremat.torch_private import compilers
 
 pytestmark = pytest.mark.slow  # each rank is a process
@@ -43,14 +41,6 @@ def with_costs_reversed(options: dict[str, Any]) -> dict[str, Any]:
         return step(options)
     finally:
         joint_graph.priced = true
-
-
-def with_rates(options: dict[str, Any], scale: float) -> dict[str, Any]:
-    """A step priced by measured rates, of which those of matrix products are scaled by ``scale``."""
-    curves = {curve_name(rate): Curve(((1e6, scale * 1e-4 if rate is Rate.MATMUL else 1e-4),)) for rate in Rate}
-    rates = Rates("cpu", 1e-6, curves)
-    with mock.patch.object(pricing, "rates_of", return_value=rates), mock.patch.object(peers, "rates_of", return_value=rates):
-        return step(options | {"cost_model": "calibrated"})
 
 
 def with_code(excess: float) -> dict[str, Any]:
@@ -90,21 +80,6 @@ def falling_back(take: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
     return str(caught[0].message)
 
 
-def without_plan(options: dict[str, Any], **sizes: int) -> dict[str, Any]:
-    """A step that this process cannot plan."""
-    with mock.patch.object(peers, "plan_graph", side_effect=RuntimeError("an unknown graph")):
-        return step(options, **sizes)
-
-
-def interrupted() -> dict[str, Any]:
-    """A step whose plan an interrupt ends."""
-    with mock.patch.object(peers, "plan_graph", side_effect=KeyboardInterrupt):
-        try:
-            return step(SHARE)
-        except KeyboardInterrupt:
-            return {"error": "KeyboardInterrupt"}
-
-
 def with_an_uneven_batch(rank: int) -> tuple[list[int], list[str]]:
     """The rows that this rank has plans for, and its warnings. The second batch of rank 1 is larger; gradients are summed."""
     torch._dynamo.reset()
@@ -123,7 +98,6 @@ def scenarios(rank: int) -> dict[str, Any]:
     """Steps of one rank of two, by the thing that differs between the ranks."""
     return {
         "costs": (with_costs_reversed if rank else step)(SHARE),
-        "rates": with_rates(SHARE, 30.0 if rank else 0.1),
         "code": with_code(0.1 if rank else 0.0),
         "costs, each by itself": (with_costs_reversed if rank else step)(SHARE | {"agreement": "off"}),
         "budget": step(EAGER | {"memory_budget": 600_000 if rank else 10**9}),
@@ -132,13 +106,9 @@ def scenarios(rank: int) -> dict[str, Any]:
         "options": step(SHARE | {"save": ["*.1"] if rank else []}),
         "failure": (without_capture if rank else step)(SHARE),
         "fallback": falling_back(without_capture if rank else step),
-        "late fallback": falling_back(without_plan if rank else step),
         "sizes": step(SHARE, rows=256 + 64 * rank),
         "sizes, one of them infeasible": step(EAGER | {"memory_budget": 700_000}, rows=256 + 2048 * rank),
-        "sizes, one of them not planned": step(SHARE, rows=256) if not rank else without_plan(SHARE, rows=320),
         "time of arrival": time.sleep(2 * rank) or step(SHARE),
-        "order": [step(SHARE, depth=depth) for depth in ((8, 10) if rank else (10, 8))],
-        "interrupt": step(SHARE) if rank else interrupted(),
         "nothing": step(SHARE),
         "uneven batch": with_an_uneven_batch(rank),  # afterwards, rank 1 does not wait
     }
@@ -151,7 +121,7 @@ def found() -> dict[str, tuple[Any, Any]]:
     return {name: (first[name], second[name]) for name in first}
 
 
-@pytest.mark.parametrize("difference", ["rates", "time of arrival", "nothing", "budget"])
+@pytest.mark.parametrize("difference", ["time of arrival", "nothing", "budget"])
 def test_ranks_find_one_plan_although_something_differs(found, difference):
     first, second = found[difference]
     assert first["schedule"] == second["schedule"]
@@ -207,13 +177,6 @@ def test_planning_that_fails_on_one_rank_fails_on_all(found):
     assert second["error"] == "PlanningError"
 
 
-def test_an_interrupt_of_the_leader_is_named_on_all_ranks(found):
-    first, second = found["interrupt"]
-    assert first["error"] == "KeyboardInterrupt"
-    assert (second["error"], second["rank"]) == ("AgreementError", 0)
-    assert second["text"].endswith("failed on rank 0, so all ranks that share it stop: KeyboardInterrupt")
-
-
 def test_a_graph_that_does_not_communicate_is_planned_by_each_rank_alone(found):
     (first, _), (second, warned) = found["uneven batch"]
     assert (len(first), len(second)) == (1, 2)
@@ -223,7 +186,6 @@ def test_a_graph_that_does_not_communicate_is_planned_by_each_rank_alone(found):
 
 def test_all_ranks_fall_back_together(found):
     assert all("an unknown op" in text for text in found["fallback"])
-    assert all("an unknown graph" in text for text in found["late fallback"])
 
 
 def test_ranks_with_graphs_of_different_sizes_plan_by_themselves(found):
@@ -235,14 +197,6 @@ def test_a_rank_that_cannot_compile_ends_ranks_with_other_graphs(found):
     first, second = found["sizes, one of them infeasible"]
     assert [(one["error"], one["rank"]) for one in (first, second)] == [("BudgetInfeasible", 1), ("BudgetInfeasible", None)]
     assert "within the budget of rank 1" in first["text"]
-    first, second = found["sizes, one of them not planned"]
-    assert (first["error"], first["rank"], second["error"]) == ("AgreementError", 1, "PlanningError")
-    assert "an unknown graph" in first["text"]
-
-
-def test_ranks_compile_in_opposite_order(found):
-    first, second = found["order"]
-    assert [one["budget"] for one in first] == [one["budget"] for one in reversed(second)]
 
 
 def many_times(rank: int, repetitions: int) -> list[Any]:
@@ -258,7 +212,7 @@ def many_times(rank: int, repetitions: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "repetitions"), [(4, 25)])
+@pytest.mark.parametrize(("ranks", "repetitions"), [(3, 10)])
 def test_random_compilations_never_hang(ranks, repetitions):
     found = values(run_ranks(many_times, ranks, args=(repetitions,), timeout=300))
     by_case: dict[str, list[Any]] = {"same": [], "other": [], "infeasible": []}
@@ -278,7 +232,7 @@ def cached(rank: int, folders: tuple[str, ...]) -> dict[str, Any]:
     planned: list[Any] = []
     true = peers.plan_graph
     peers.plan_graph = lambda *given: planned.append(1) or true(*given)
-    result = step({"memory_budget": 0.6, "cost_model": "roofline"})
+    result = step({"memory_budget": 0.8, "cost_model": "roofline"}, width=32, depth=3)
     return result | {"planned": len(planned)}
 
 

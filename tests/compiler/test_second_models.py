@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from captured import seen
-from chunkable import assert_close
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
+from trained_steps import assert_close, compiled, gradients
 
 import autoremat
 from autoremat.basics.errors import OptionWarning
@@ -20,8 +20,6 @@ WORDS, LENGTH = 1024, 17
 
 
 class Network(nn.Module):
-    """Embedding, a layer that mixes the tokens, and a projection."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding, self.layer = nn.Embedding(WORDS, width), nn.Linear(width, width)
@@ -93,13 +91,7 @@ def networks() -> tuple[Network, Network, Tensor]:
 
 def step_of(function: Callable[..., Tensor], network: nn.Module, *args: Tensor, **options: Any) -> list[Tensor]:
     """The loss and the gradients of a step, eager without options."""
-    torch._dynamo.reset()
-    network.zero_grad(set_to_none=True)
-    settings = {"compiler": "aot_eager", "cost_model": "roofline", **options}
-    run = torch.compile(function, backend="autoremat", options=settings) if options else function
-    loss = run(*args)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+    return gradients(compiled(function, **options) if options else function, network, *args)
 
 
 def in_one(loss: Loss, student: nn.Module, teacher: nn.Module, cut: int) -> Callable[[Tensor], Tensor]:
@@ -140,7 +132,6 @@ def test_the_minimum_is_less_than_half():
 
 @pytest.mark.parametrize("selects", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logits_that_are_given_are_read_in_chunks(selects):
-    """They are inputs, so that no chunk copies more of them than its own rows."""
     student, teacher, ids = networks()
     given = teacher(ids) if selects else teacher(ids)[:, :-1]
 

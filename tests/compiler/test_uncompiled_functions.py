@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 import warnings
@@ -169,19 +168,6 @@ def test_each_text_has_the_reasons_of_its_function_alone():
     assert "graph_break" not in str(raised.value)
     assert "graph_break" not in breaks.what_dynamo_said(before)
     assert "graph_break" in breaks.what_dynamo_said()
-
-
-def test_functions_that_are_told_of_are_not_kept():
-    def local() -> None:
-        scope: dict[str, object] = {"torch": torch}
-        exec("def f(x):\n  for _ in range(2):\n    x = x.sin(); torch._dynamo.graph_break()\n  return x.sum()", scope)
-        compiled(scope["f"])(inputs())
-
-    assert len(warned(lambda _: local(), None)) == 1
-    torch.compiler.reset()
-    frames.reasons = frames.Reasons()
-    gc.collect()
-    assert len(breaks._told) <= 1
 
 
 def test_the_reason_stands_behind_the_break_too():

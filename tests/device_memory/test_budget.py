@@ -38,8 +38,6 @@ def test_the_ledger_has_a_row_for_each_kind_of_memory():
     assert budget.bytes_in(StepPart.FIRST_STEP) == 2 * (parameters + 256) + 40 + 1024 + 100
     assert budget.bytes_in(StepPart.LATER_MICRO_BATCH) > budget.bytes_in(StepPart.LATER_STEP)
     assert budget.budget_bytes == 2**26 - 2**20 - budget.bytes_in(StepPart.LATER_MICRO_BATCH)
-    assert "EMA" in str(budget)
-    assert "for forward and backward" in repr(budget)
 
 
 def test_gradients_that_hooks_free_have_no_row():
@@ -187,10 +185,8 @@ def test_a_step_that_alone_exceeds_the_device_is_refused_whatever_is_planned():
         autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget})
     error = raised.value
     assert error.minimum_bytes == needed
-    assert "the optimizer's later steps, whatever is recomputed" in str(error)
     assert error.occupants[0].name == "optimizer state after the first step"
     assert sum(one.bytes for one in error.occupants) == needed
-    assert "fused=True" in str(error)
     fused = autoremat.device_budget(needed - 1, model, torch.optim.AdamW(model.parameters(), fused=True))
     fused.of_graph(TOKENS.nbytes, counts_gradients=False).check()
 

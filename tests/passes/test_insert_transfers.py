@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,8 +26,6 @@ from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
-from autoremat.planner.memory.wrapper_replay import replay
-from autoremat.torch_private import inductor_lowering
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
@@ -167,49 +164,6 @@ def test_code_computes_the_same_at_the_planned_peak(choose, smallest):
     assert peak.bytes == report.compiled_peak_bytes - report.code_headroom_bytes
     assert moved.to_host_bytes - before.to_host_bytes == moved.from_host_bytes - before.from_host_bytes > 0
     assert moved.to_host_bytes - before.to_host_bytes == stored_bytes(replace(seen, plans=seen.plans[-1:]))
-
-
-PATTERNS = {
-    "product": r"extern_kernels\.(add)?mm\(",
-    "to host": r"= torch\.ops\.autoremat\.copy_to_host\.",
-    "on host": r"= torch\.ops\.autoremat\.wait_for_copy_to_host\.",
-    "from host": r"= torch\.ops\.autoremat\.copy_from_host\.",
-    "loaded": r"= torch\.ops\.autoremat\.wait_for_copy_from_host\.",
-}
-
-
-def calls_in(code: str) -> list[str]:
-    lines = (line.split("#")[0] for line in code.splitlines())
-    return [name for line in lines for name, pattern in PATTERNS.items() if re.search(pattern, line)]
-
-
-def planned_calls(graph: Graph, schedule: Schedule) -> tuple[list[str], list[str]]:
-    """The matrix products and transfers of each half, in the sequence of the plan."""
-    calls: list[str] = []
-    for position, op in enumerate(schedule.sequence):
-        calls += ["from host" for stay in schedule.stays if stay.load == position]
-        calls += ["loaded" for stay in schedule.stays if stay.need == position]
-        calls += ["product"] * ("mm" in graph.ops[op].target)
-        calls += ["to host" for stay in schedule.stays if stay.store == position]
-        calls += ["on host" for stay in schedule.stays if stay.free == position]
-        if position == len(schedule.forward) - 1:
-            forward, calls = calls, []
-    return forward, calls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reorders", [True, False])
-def test_code_runs_kernels_and_transfers_in_the_planned_sequence(reorders):
-    model, x = model_and_input()
-    codes: list[str] = []
-    run = functools.partial(step, model=model, x=x)
-    with mock.patch.object(inductor_lowering, "replay", lambda source, *rest: codes.append(source) or replay(source, *rest)):
-        seen, _ = compiled(
-            model, stays.at_random(4), run, compiler="inductor", memory_budget=None, reorder_for_peak_memory=reorders
-        )
-    forward, backward = planned_calls(seen.plan.graph, seen.plan.schedule)
-    assert len(seen.plan.schedule.stays) > 3
-    assert [calls_in(code) for code in codes] == [forward, backward]
 
 
 # -- lifetimes ---------------------------------------------------------------------------------------------------------

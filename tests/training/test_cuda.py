@@ -132,8 +132,6 @@ def test_saved_tensors_wait_on_the_host(record_property):
 
 
 class Squared(nn.Module):
-    """A network whose loss is the mean of the squares of its results."""
-
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -209,7 +207,6 @@ def test_graphs_that_are_planned_without_the_card_are_those_of_the_card(tmp_path
 
 @pytest.mark.parametrize("largest", [4096, 3 * 2**20, 40 * 2**20])
 def test_the_blocks_of_the_replay_are_those_of_the_card(largest):
-    """Random requests on a stream of their own, whose pools are empty at the start."""
     draw, replayed = random.Random(largest), CachingAllocator()
     live: list[tuple[Tensor, Block]] = []
     with torch.cuda.stream(torch.cuda.Stream()):

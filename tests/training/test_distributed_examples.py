@@ -38,7 +38,7 @@ def by_torchrun(*command: Path) -> str:
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "pipeline"])
 def test_the_example_trains_on_two_ranks(name):
     script = FOLDER / f"{name}.py"
-    output = by_torchrun(script) if name == "ddp" else by_torchrun(UNCOMPILED, script)
+    output = by_torchrun(UNCOMPILED, script)
     assert re.search(r"^loss \d+\.\d+$", output, re.MULTILINE)
     rows = re.findall(r"^ +(\d) .* (its own|of \d ranks)$", output, re.MULTILINE)
     by = "its own" if name == "pipeline" else "of 2 ranks"

@@ -85,7 +85,6 @@ def test_random_modules_are_exact_at_every_budget(program, budget):
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("start", range(0, len(KINDS), 2 * GROUP))
 def test_eager_autograd_agrees(start, choice):
-    """Closeness, not bits: autograd may accumulate gradients in another order."""
     torch.manual_seed(0)
     model = RandomModule(systematic(KINDS[start : start + GROUP], choice))
     expected = two_steps(model, model)

@@ -16,17 +16,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionWarning, PlanFileError, host_memory, track_peak
-from autoremat.report import plots
 from autoremat.report.decisions import Decision
-from autoremat.report.html_report import to_html
 from autoremat.report.report import Report
 
 ROOFLINE = {"cost_model": "roofline"}
 
 
 class Deep(nn.Module):
-    """Products and activations, whose gradients are small beside them."""
-
     def __init__(self, layers: int, width: int, **where: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width, **where) for _ in range(layers))
@@ -38,8 +34,6 @@ class Deep(nn.Module):
 
 
 class Kept(Deep):
-    """A model that saves its products, so that no recomputation reaches the least peak."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
         return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
@@ -53,7 +47,7 @@ def device() -> Iterator[None]:
 
 # -- a step that runs --------------------------------------------------------------------------------------------------
 
-MODEL, X = Kept(16, 64), torch.randn(4096, 64)
+MODEL, X = Kept(8, 64), torch.randn(4096, 64)
 
 
 def least_by_recomputation(compiler: str) -> int:
@@ -101,14 +95,6 @@ def test_an_impossible_budget_names_the_host_memory_that_makes_it_possible(devic
     assert autoremat.explain(MODEL, X, options={**options, "host_memory": int(named[1])}).fits
 
 
-def test_an_error_names_no_host_memory_to_those_who_exclude_it(device):
-    least = least_by_recomputation("aot_eager")
-    options = {**ROOFLINE, "compiler": "aot_eager", "memory_budget": int(0.9 * least), "store": ("device", "bits")}
-    with pytest.raises(BudgetInfeasible) as raised:
-        autoremat.explain(MODEL, X, options=options, advice=False)
-    assert not [text for text in raised.value.remedies if "host" in text]
-
-
 def test_nothing_waits_on_the_host_under_compiled_autograd(device):
     options = {**ROOFLINE, "compiler": "aot_eager", "memory_budget": 1.0, "host_memory": "1GiB"}
     torch._dynamo.reset()
@@ -116,12 +102,6 @@ def test_nothing_waits_on_the_host_under_compiled_autograd(device):
         compiled = torch.compile(MODEL, backend="autoremat", options=options)
         with pytest.warns(BudgetWarning), pytest.warns(OptionWarning, match="under compiled autograd"):
             compiled(X).backward()
-
-
-def test_a_small_bound_on_the_host_is_kept(device):
-    budget, allowed = int(0.95 * least_by_recomputation("aot_eager")), 3 * 2**20
-    trained(compiler="aot_eager", memory_budget=budget, host_memory=allowed)
-    assert 0 < autoremat.reports()[-1].host_peak_bytes <= allowed
 
 
 def test_a_stored_plan_needs_the_host_memory_that_it_takes(device):
@@ -136,8 +116,6 @@ def test_a_stored_plan_needs_the_host_memory_that_it_takes(device):
 
 
 class Masked(Deep):
-    """Activations under dropout, whose masks are saved."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.dropout(layer(x).tanh(), 0.3, True)
@@ -159,7 +137,6 @@ def test_masks_are_kept_as_bits_if_the_option_allows_it(device):
     (total,) = packed.stored.totals
     assert (total.form, total.device_bytes, total.host_bytes) == ("bits", total.bytes // 8, 0)
     assert {value.decision for value in packed.values} >= {Decision.PACKED, Decision.SAVED}
-    assert "as bits in" in str(packed)
     model.zero_grad(set_to_none=True)
     with track_peak() as peak:
         compiled(X).backward()
@@ -196,40 +173,6 @@ def test_a_report_tells_what_is_stored_moved_and_waited_for(reports):
     assert (total.form, total.bytes, total.device_bytes) == ("host", asked.host_peak_bytes, 0)
     text = str(asked)
     assert f"{total.tensors} tensor" in text
-    assert "of 64.00 GiB (host_memory)" in text
-    assert "busiest engine: the copies to the host" in text
-    assert "offloaded" in text
     assert "host" not in str(plain)
     assert "tensors in other forms, stalls" in asked.summary() or "tensor in other forms" in asked.summary()
     assert Report.from_json(asked.to_json()) == asked
-
-
-def test_a_report_tells_why_a_value_is_offloaded(reports):
-    _, asked = reports
-    offloaded = [value for value in asked.values if value.decision is Decision.OFFLOADED]
-    assert len(offloaded) == asked.stored.totals[0].tensors
-    assert all("device memory is free meanwhile: recomputing it takes" in value.why for value in offloaded)
-    assert all("its transfers take" in value.why for value in offloaded)
-    assert "offloaded" in str(asked.table("offloaded"))
-    stored = [total.stored_bytes for total in asked.totals()]
-    assert sum(stored) == asked.stored.totals[0].bytes
-    assert "in other forms" in str(asked.totals_table())
-
-
-def test_a_comparison_has_the_host_and_the_stalls(reports):
-    plain, asked = reports
-    figures = {name: (before, after) for name, before, after, _ in plain.diff(asked).figures}
-    assert figures["peak on the host"][0] == "0 B"
-    assert "peak on the host" not in {name for name, *_ in plain.diff(plain).figures}
-
-
-def test_the_picture_has_the_bytes_on_the_host(reports):
-    plain, asked = reports
-    assert max(asked.profile_after.host) == asked.host_peak_bytes
-    assert not plain.profile_after.host
-    assert sum(asked.peak_after.by_sort[i][1] for i in range(len(asked.peak_after.by_sort))) == asked.peak_after.bytes
-    _, host_axis = plots.memory(asked).axes
-    assert host_axis.get_ylabel() == "GiB on the host"
-    assert len(plots.memory(plain).axes) == 1
-    assert ">in other forms</th>" in to_html(asked)
-    assert ">in other forms</th>" not in to_html(plain)

@@ -23,8 +23,6 @@ X = torch.randn(512, 64)
 
 
 class Net(nn.Module):
-    """Products, each behind a module that is known by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -55,7 +53,7 @@ def on_host() -> set[str]:
     return {op.module for op in producers}
 
 
-@pytest.mark.parametrize("budget", [None, 1.0, 0.7])
+@pytest.mark.parametrize("budget", [None, 0.7])
 def test_named_tensors_wait_on_the_host_under_every_budget(budget):
     model = Net()
     expected = trained(model, **EAGER)
@@ -68,13 +66,6 @@ def test_named_tensors_wait_on_the_host_under_every_budget(budget):
     if budget != 0.7:  # what is not named stays where the planner wants it
         assert named == {"layers.1.1", "layers.3.1"}
         assert host_memory.statistics("cpu").to_host_bytes == 2 * SIZE
-
-
-def test_everything_else_is_recomputed_by_a_policy_beside_it():
-    """The policy that others call "save and offload only these names"."""
-    model = Net()
-    trained(model, **HOST, policy="full", save={"layers.2.1": "host"})
-    assert on_host() == {"layers.2.1"}
 
 
 @dataclass(frozen=True)
@@ -116,12 +107,6 @@ def test_a_tensor_that_cannot_have_the_form_causes_a_warning():
         ConstraintWarning, match=r"1 of the named tensors cannot be kept in the form 'bits' and stay on the device: tanh.*only"
     ):
         autoremat.explain(Net(), X, options={**HOST, "save": {"layers.2.1": "bits"}})
-
-
-@pytest.mark.parametrize("options", [{"save": {"a": "host"}}, {"save": {"a": "host"}, "host_memory": 1, "store": ("device",)}])
-def test_a_form_that_is_not_allowed_is_an_error(options):
-    with pytest.raises(OptionsError):
-        autoremat.Options(**options)
 
 
 def test_a_bit_form_needs_store():

@@ -110,8 +110,6 @@ def test_plans_with_shards_need_less_memory_and_say_so(decoder):
     sharded = [value for value in least.values if value.decision is Decision.SHARDED]
     assert sum(value.bytes for value in sharded) == total.bytes
     assert "its transfers take" in sharded[0].detail
-    assert total.text in str(least)
-    assert "as shards in" in total.text
     least.plan.check()
     at_its_peak = EAGER | FAST | SAVED | {"memory_budget": plain.minimum_peak_bytes}
     cheaper = autoremat.explain(decoder, tokens(), options=at_its_peak | SHARES)
@@ -129,14 +127,6 @@ def test_what_does_not_divide_among_the_ranks_has_no_shards(decoder, batch):
     found = priced(Odd(), x, **SHARES)
     assert bool(found.gathering_ranks) == (batch == (3, 5))
     assert ("divides among them" in "".join(found.unused_forms)) == (batch == (1, 33))
-
-
-def test_a_step_without_all_reduces_says_why_nothing_is_sharded(monkeypatch):
-    monkeypatch.setattr(forms, "SETTINGS", SMALL)
-    with pytest.warns(OptionWarning, match="store='shards' has no effect on a graph: no result .* results of an all-reduce"):
-        report = autoremat.explain(torch.nn.Linear(32, 32), torch.ones(64, 32), options=EAGER | SHARES)
-    assert "no result of the forward" in str(report)
-    assert autoremat.Report.from_json(report.to_json()).unused_forms == report.unused_forms
 
 
 # -- steps of two ranks ------------------------------------------------------------------------------------------------

@@ -71,7 +71,6 @@ def recomputed_with_the_same_bits(name: str, expected: list[Tensor], options: di
 
 
 def test_a_second_derivative_is_refused_as_torch_refuses_it() -> None:
-    """Through the compiled backward; inside the compiled function there may be any."""
     messages = []
     for arguments in ({"backend": NO_RECOMPUTATION}, {"backend": "autoremat", "options": LEAST}):
         torch._dynamo.reset()
@@ -104,8 +103,6 @@ def test_a_tensor_subclass_trains() -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout in three forms between layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
@@ -120,8 +117,6 @@ class Noisy(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("fallback", [False, True])
 def test_random_numbers_under_inductor(fallback: bool) -> None:
-    """Twice the same seed, twice the same bits; with recomputation the gradients of the same draws without; and with
-    ``fallback_random``, eager's."""
     torch.manual_seed(0)
     model, x = Noisy(), torch.randn(32, 64)
 
