@@ -63,13 +63,10 @@ def test_auto_leaves_room_for_the_state_to_come():
     assert optimizer.state == {}
 
 
-@pytest.mark.parametrize(
-    "how", [{"fused": True}, {"foreach": False}, {"capturable": True}, {"capturable": True, "foreach": False}]
-)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_optimizers_on_the_card_are_predicted(kind, how):
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": False}, {"capturable": True}])
+def test_optimizers_on_the_card_are_predicted(how):
     model, _, _ = parts()
-    budget = autoremat.device_budget("64MiB", model, kind(model.parameters(), **how))
+    budget = autoremat.device_budget("64MiB", model, torch.optim.AdamW(model.parameters(), **how))
     rows = {row.name: row.bytes for row in budget.rows}
     assert rows["optimizer state after the first step"] >= 2 * rows["parameters"]
     copies = rows.get("temporaries of the optimizer's later steps", 0)

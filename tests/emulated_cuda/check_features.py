@@ -28,8 +28,6 @@ def cells(module: nn.Module, x: Tensor, dtype: torch.dtype, rounding: float, **o
 
 
 class UnderAutocast(nn.Module):
-    """A linear network in 32 bits that computes in bfloat16."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.first, self.last = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 16)
@@ -57,8 +55,6 @@ def test_autocast_recomputes_casts_of_parameters():
 
 
 class Attention(nn.Module):
-    """Two layers of attention."""
-
     def __init__(self, groups: int, masked: bool, **options: Any) -> None:
         super().__init__()
         self.norm, self.between = nn.LayerNorm(64), nn.Linear(64, 64)
@@ -108,8 +104,6 @@ def test_attention_repeats_its_dropout(kernel, variant, monkeypatch):
 
 
 class Norms(nn.Module):
-    """Norms around a linear layer: their gradients reduce the same tensor by rows and by columns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.linear, self.second, self.third = nn.RMSNorm(64), nn.Linear(64, 64), nn.RMSNorm(64), nn.LayerNorm(64)
@@ -135,8 +129,6 @@ def test_workspaces_of_mixed_order_reductions_are_replayed(monkeypatch):
 
 
 class Float8(torch.autograd.Function):
-    """A linear layer whose operands are rounded to 8 bits, and saved so."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         narrow, one = [t.to(torch.float8_e4m3fn) for t in (x, weight)], torch.ones((), device=x.device)
@@ -179,8 +171,6 @@ def test_operands_in_float8_are_saved_with_one_byte():
 
 
 class Flexible(nn.Module):
-    """Attention whose scores depend on the distance of two elements."""
-
     def __init__(self) -> None:
         super().__init__()
         self.projection, self.out = nn.Linear(64, 192), nn.Linear(64, 64)

@@ -66,7 +66,6 @@ def test_a_step_that_is_planned_with_forms_keeps_both_bounds(store, budget):
 
 
 def test_streams_wait_for_each_other_and_nothing_else():
-    """The sequence of waits and copies for a tensor that is stored and loaded twice."""
     log: list[str] = []
     link = links.Link(CARD)
 

@@ -36,8 +36,6 @@ def unkind_layouts() -> Iterator[None]:
 
 
 class Rotated(nn.Module):
-    """Attention with grouped heads, whose queries and keys are rotated. With ``norm``, the loss reads the queries too."""
-
     def __init__(self, norm: bool) -> None:
         super().__init__()
         self.norm, self.project, self.out = norm, nn.Linear(64, 128, bias=False), nn.Linear(64, 64, bias=False)
@@ -63,8 +61,6 @@ def rotated(norm: bool = False) -> Any:
 
 
 class Odd(nn.Module):
-    """Rows of lengths that Inductor pads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(32, 1100), nn.Linear(1100, 1031), nn.Linear(1031, 16)

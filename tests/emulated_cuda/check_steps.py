@@ -18,8 +18,6 @@ CELLS = [("llama", torch.float16, 0.7), ("resnet", torch.float16, 1), ("experts"
 
 
 class Block(nn.Module):
-    """A linear network with layer norm, GELU and two dropouts."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -32,8 +30,6 @@ class Block(nn.Module):
 
 
 class Images(nn.Module):
-    """Two convolutions with batch norm and a classifier."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.first_norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)

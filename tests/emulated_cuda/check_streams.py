@@ -16,8 +16,6 @@ from emulated_cuda.steps import on_card, planned_step, relative_error, run_step
 
 
 class Branches(nn.Module):
-    """Two branches, the second on a stream of its own. Dynamo leaves them out of its graphs unless ``in_graph``."""
-
     def __init__(self, in_graph: bool) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(64, 128), nn.Linear(128, 16)
@@ -44,15 +42,6 @@ def branches(in_graph: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return on_card((Branches(in_graph), (torch.randn(256, 64),)))
 
 
-def test_streams_are_numbered_and_switched():
-    side = torch.cuda.Stream()
-    assert side.stream_id != torch.cuda.current_stream().stream_id == 0
-    with torch.cuda.stream(side):
-        assert torch.cuda.current_stream() == side
-        torch.ones(4, device="cuda").record_stream(torch.cuda.default_stream())
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")  # the best effort exceeds one byte
 def test_a_step_on_a_stream_of_its_own():
@@ -71,8 +60,6 @@ def test_a_step_on_a_stream_of_its_own():
 
 
 class Squared(nn.Module):
-    """The mean square of a module's result, as a loss."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -96,16 +83,3 @@ def test_a_graph_with_streams_is_not_planned():
         planned_step(module, inputs, memory_budget=0.8)
     assert find_cause(caught.value, CaptureError) is not None
     assert "torch.compiler.disable" in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="earlier versions have no streams in graphs")
-def test_torch_itself_runs_graphs_with_streams_without_gradients_only():
-    """If this fails because torch trains such graphs now, they are worth planning."""
-    module, inputs = branches(in_graph=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(module)
-    with torch.no_grad():
-        assert torch.allclose(compiled(*inputs), module(*inputs))
-    with pytest.raises((torch._dynamo.exc.BackendCompilerFailed, torch._inductor.exc.InductorError)):
-        compiled(*inputs).backward()

@@ -44,8 +44,6 @@ def silu_backward(x, gradient, result, size, BLOCK: tl.constexpr):
 
 
 class Silu(torch.autograd.Function):
-    """A function whose kernels the user wrote, in forward and backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -62,8 +60,6 @@ class Silu(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Linear layers with an activation between them."""
-
     def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.layers, self.activation = nn.ModuleList(nn.Linear(96, 96) for _ in range(4)), activation
