@@ -45,11 +45,3 @@ def shard_weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Mo
         for name, _ in list(module.named_parameters(recurse=False)):
             parametrize.register_parametrization(module, name, Sharded(dtype), unsafe=True)
     return model
-
-
-def sharded_llama(dtype: torch.dtype = torch.float32, **sizes: int) -> nn.Module:
-    """Returns a sharded Llama. ``sizes`` are those of its configuration."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return shard_weights(LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).train(), dtype)

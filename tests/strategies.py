@@ -19,7 +19,6 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Inlining, Kind, Op, Role, Trait, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 
-DTYPE_BYTES = 4
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

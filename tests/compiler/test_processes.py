@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from folders import ROOT
 from oracles import same_bits
-from processes import ONE_THREAD
 from torch import Tensor, nn
 
 import autoremat
@@ -85,53 +79,3 @@ def test_copies_train_alone(duplicate):
         next(iter(twin.parameters())).zero_()
     assert all_same(gradients(compiled), expected)
     assert not all_same(gradients(twin), expected)
-
-
-SCRIPT = """
-import json, sys, torch, autoremat
-from autoremat.compiler import partitioner
-calls, original = [], partitioner.Partitioner.__call__
-def counted(self, *args, **kwargs):
-    calls.append(1)
-    return original(self, *args, **kwargs)
-partitioner.Partitioner.__call__ = counted
-file, write = sys.argv[1], sys.argv[2] == "write"
-if not write:
-    torch.compiler.load_cache_artifacts(open(file, "rb").read())
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh())
-x = torch.linspace(-1, 1, 256 * 32).view(256, 32)
-compiled = torch.compile(lambda x: model(x).exp().mean(), backend="autoremat", options={"memory_budget": "10MiB"})
-compiled(x).backward()
-if write:
-    open(file, "wb").write(torch.compiler.save_cache_artifacts()[0])
-(report,) = autoremat.reports()
-print("ANSWER", json.dumps([report.budget_bytes, report.compiled_peak_bytes, report.fits, len(calls) > 0,
-                            sum(float(p.grad.double().abs().sum()) for p in model.parameters())]))
-"""
-
-
-@pytest.mark.slow
-def test_cache_artifacts_never_bring_a_plan_without_its_report(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-
-    def run(mode: str, ours: str, torchs: str) -> list:
-        environment = {
-            **os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "AUTOREMAT_CACHE_DIR": str(tmp_path / ours),
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / torchs),
-        }  # fmt: skip
-        command = [sys.executable, str(script), str(tmp_path / "artifacts"), mode]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-        return json.loads(line.removeprefix("ANSWER "))
-
-    *cold, planned, gradient = run("write", "ours", "torch")
-    assert planned
-    *alone, planned_again, same = run("read", "other", "other_torch")
-    assert (alone, same) == (cold, pytest.approx(gradient))
-    assert planned_again
-    *together, planned_again, same = run("read", "ours", "third_torch")
-    assert (together, same) == (cold, pytest.approx(gradient))
-    assert not planned_again
