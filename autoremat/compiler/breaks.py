@@ -81,6 +81,9 @@ def note_on(gm: fx.GraphModule) -> str:
     after = dynamo.graph_break_around(gm)
     if after is None and not dynamo.is_called_by_a_broken_function():
         return ""
+    found = frames.frame_in_work()
+    if after and found is not None:  # graphs behind this one ask for it, and `listen` may have come within this frame
+        frames.reasons.note(found[0], dynamo.in_few_words(after))
     reason = (dynamo.in_few_words(after) if after else frames.reasons.behind()).partition(". ")[0]
     where = f"{'after' if after else 'around' if after is None else 'before'} this graph{f' ({reason})' if reason else ''}"
     return f"{BROKEN} {where}: {BETWEEN_GRAPHS}"
