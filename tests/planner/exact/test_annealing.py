@@ -146,17 +146,6 @@ def test_annealing_is_repeatable_and_another_seed_goes_another_way():
     assert ways[0].closest != ways[2].closest
 
 
-@pytest.mark.slow
-def test_annealing_from_a_plan_never_comes_back_with_a_worse_one():
-    graph = over_budget(24)
-    budget = int(0.8 * without_recomputation(graph).peak_bytes)
-    first = improve(graph, budget, 0.2, 0, nothing_found(graph, budget), 0.0, math.inf)
-    assert first.plan is not None
-    again = improve(graph, budget, 0.2, 5, first, 0.0, math.inf)
-    assert again.plan is not None
-    assert again.plan.added_seconds <= first.plan.added_seconds
-
-
 def test_the_deadline_cuts_annealing_short_and_the_outcome_says_so():
     graph = over_budget()
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
@@ -178,15 +167,6 @@ def test_searches_from_nothing_grow_and_use_all_moves(moves, ops):
     lengths = lengths_of(moves, ops)
     assert sum(lengths) == moves
     assert lengths == sorted(lengths)
-
-
-def test_a_training_step_runs_nothing_again_in_its_forward():
-    graph = training_chain(8)
-    budget = int(0.6 * without_recomputation(graph).peak_bytes)
-    found = Annealing(graph, budget, seed=0).run(2000, HOT, math.inf)
-    assert found.best is not None
-    assert found.best.forward == tuple(range(8))
-    assert set(found.best.backward) & set(range(8))
 
 
 @given(graphs(max_ops=25, fuses=False, max_outputs=1), st.sampled_from([0.4, 0.7]))

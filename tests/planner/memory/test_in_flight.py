@@ -8,8 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import subsets
-from strategies import GraphBuilder, chain, close_under_need, graphs
+from strategies import GraphBuilder, chain, graphs
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError
@@ -17,14 +16,10 @@ from autoremat.planner.exact import annealing, integer_program
 from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
-from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.lower_bounds import Moments
-from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
 from autoremat.report.decisions import explain_values
-from autoremat.report.peak_snapshot import peak_of, profile_of
 
 CALLS = st.integers(1, 5)
 
@@ -55,38 +50,6 @@ def test_plans_keep_the_sum_of_all_open_calls_within_the_budget(graph, calls, re
         found.plan.check()
         assert effective_peak(graph, found.plan) == found.plan.peak_bytes <= budget
         assert found.lower_bound_seconds <= found.plan.cost_seconds * (1 + 1e-6) + 1e-9
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(graphs(max_ops=10), st.integers(2, 4))
-def test_no_saved_set_beats_the_bounds(graph, calls):
-    graph = with_calls(graph, calls)
-    moments = Moments(graph, MinCut(graph))
-    for wanted in subsets(graph.forward_values):
-        plan = Plan.of(graph, build_schedule(graph, close_under_need(graph, set(wanted))))
-        assert moments.peak_bytes() <= plan.peak_bytes
-        if plan.peak_bytes:
-            assert moments.seconds(plan.peak_bytes) <= plan.cost_seconds * (1 + 1e-6) + 1e-9
-            assert moments.seconds(plan.peak_bytes, traffic=False) <= plan.added_seconds * (1 + 1e-6) + 1e-9
-
-
-@settings(max_examples=30)
-@given(graphs(max_ops=24, fuses=False), st.integers(2, 4))
-def test_the_check_counts_the_other_calls_without_the_simulator(graph, calls):
-    plan = Planner(with_calls(graph, calls)).search.save_what_constraints_allow()
-    plan.check()
-    assert Plan.loads(plan.dumps()).peak_bytes == plan.peak_bytes
-
-
-@settings(max_examples=20)
-@given(graphs())
-def test_snapshot_and_profile_add_up_to_the_peak(graph):
-    plan = Planner(with_calls(graph, 3, 64)).baseline
-    snapshot, profile = peak_of(plan), profile_of(plan)
-    assert snapshot is not None
-    assert profile is not None
-    assert sum(size for _, size in snapshot.by_sort) == snapshot.bytes == plan.peak_bytes == max(profile.totals)
 
 
 def test_more_calls_in_flight_recompute_more_at_the_same_budget():

@@ -11,7 +11,7 @@ from strategies import GraphBuilder, chain
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Kind, Trait
+from autoremat.planner.graph.op import Kind
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.planner.plans.plan import Plan, Status
@@ -46,28 +46,6 @@ def test_a_good_plan_passes():
 def test_a_broken_schedule_is_refused(forward, backward, message):
     with pytest.raises(PlanInvalid, match=message):
         unsimulated(network(), Schedule(forward, backward)).check()
-
-
-def test_a_backward_op_in_the_forward_is_refused():
-    with pytest.raises(PlanInvalid):
-        unsimulated(network(), Schedule((0, 1, 2, 3), (3, 4, 5))).check()
-
-
-@pytest.mark.parametrize("trait", [Trait.RANDOM, Trait.MUTATING, Trait.COLLECTIVE, Trait.READS_MUTATED_INPUT])
-def test_running_twice_what_may_run_once_is_refused(trait):
-    graph = network()
-    ops = (dataclasses.replace(graph.ops[0], traits=trait), *graph.ops[1:])
-    graph = dataclasses.replace(graph, ops=ops)
-    Plan.of(graph, build_schedule(graph, (1, 2, 3))).check()
-    with pytest.raises(PlanInvalid, match=rf"op0 may not run twice \({trait.name}\)"):
-        Plan.of(graph, build_schedule(graph, (2, 3))).check()
-
-
-def test_recomputing_what_is_ordered_to_be_saved_is_refused():
-    graph = network()
-    graph = dataclasses.replace(graph, ops=(dataclasses.replace(graph.ops[0], constraint=Constraint.SAVE), *graph.ops[1:]))
-    with pytest.raises(PlanInvalid, match="op0"):
-        Plan.of(graph, build_schedule(graph, ())).check()
 
 
 def test_figures_of_a_plan():
