@@ -95,7 +95,7 @@ def agreed_step(
         """Returns the joint step of each kind."""
         return {kind: _joint([*alike.values()]) for kind, alike in grouped(parts, "kind").items()}
 
-    with session_at(place, request.agreement) if communicates else nullcontext() as session:
+    with session_at(place, request.options.agreement) if communicates else nullcontext() as session:
         members = () if session is None else session.members
         if gathers is not None and not gathers.ranks.issubset(members):
             step = gathers.run_once()

@@ -46,7 +46,7 @@ def with_allowed_forms(
     why = dict[str, str]()
     if HOST in possible:
         device = joint_graphs.device_of(captured.joint)
-        link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
+        link = link or (assumed_host_link(card) if card else host_link_of(device, request.options.cost_model != ROOFLINE))
         if link is None:
             why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
     if SHARDS in possible and gathers is None:
@@ -59,7 +59,8 @@ def with_allowed_forms(
 def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[str, ...]:
     """Returns the options whose forms no value of the graph has, each with the reason ``why``, or with the usual one."""
     least, found = format_bytes(SETTINGS.forms.minimum_bytes), {form.name for v in captured.graph.values for form in v.forms}
-    options = {HOST: "host_memory"} | {name: f"store={name!r}" for name in (BITS, SHARDS) if name in (request.store or ())}
+    store = request.options.store or ()
+    options = {HOST: "host_memory"} | {name: f"store={name!r}" for name in (BITS, SHARDS) if name in store}
     usual = {
         HOST: f"no result of the forward that could be kept there has at least {least}",
         BITS: f"no result of the forward that could be packed is a mask of at least {least}",
@@ -76,9 +77,10 @@ def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str |
     The link counts at its assumed rate, because an error must not wait for a measurement.
     """
     limits = request.limits
-    if limits.host_bytes is not None or limits.step_share is not None or HOST not in (request.store or (HOST,)):
+    if limits.host_bytes is not None or limits.step_share is not None or HOST not in (request.options.store or (HOST,)):
         return ""
-    asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), store=(DEVICE, HOST), cost_model=ROOFLINE)
+    options = replace(request.options, host_memory=MOST_BYTES, store=(DEVICE, HOST), save=(), cost_model=ROOFLINE)
+    asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), options=options)
     with_host, unused = with_allowed_forms(captured, asked, card)
     if unused:
         return ""

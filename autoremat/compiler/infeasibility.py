@@ -85,7 +85,7 @@ def no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int, 
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
         now("planning without constraints")
-        planner = Planner(chosen.priced.graph, context.request.time_limit, host_bytes=limits.host_bytes)
+        planner = Planner(chosen.priced.graph, context.request.options.time_limit, host_bytes=limits.host_bytes)
         unconstrained = planner.lowest.peak_bytes
     device = chosen.priced.captured.device.name
     if chosen.time is not None and chosen.plan_file is None:

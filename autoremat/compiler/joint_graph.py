@@ -208,9 +208,9 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     accumulated = _parameter_gradient_bytes(joint, captured)
     if request.limits.step_share is None:  # a profile counts open calls and gradients itself
         captured = replace(captured, graph=request.calls.of(captured.graph, accumulated))
-    links = Links(request.interconnect_bandwidth, request.interconnect_latency, context.interconnects)
+    links = Links(request.options.interconnect_bandwidth, request.options.interconnect_latency, context.interconnects)
     now(f"pricing {len(captured.graph.ops):,} ops")
-    captured, pricing = priced(captured, request.cost_model, links, context.rates)
+    captured, pricing = priced(captured, request.options.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
     unused: tuple[str, ...] = ()
     if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results

@@ -95,7 +95,7 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
     if is_shared and asked:
         _warn("the budget of a profiled step is shared out among its graphs as they are")
     always = type(wanted) is int and not is_shared
-    if wanted is False or is_shared or (context.request.plan and not always):
+    if wanted is False or is_shared or (context.request.options.plan and not always):
         only = contend(priced, 1, None)
         return ChunkingChoice(only, only)
     found = [] if always else [contend(priced, 1, None)]
@@ -124,7 +124,7 @@ def best_of(found: Sequence[ChunkingCandidate], limits: Limits) -> ChunkingCandi
 def _wanted(context: PlanningContext) -> bool | int | str:
     """Returns the option ``chunk_loss``, or the number of chunks under which a plan was made that is applied again."""
     if context.told is None:
-        return context.request.chunk_loss
+        return context.request.options.chunk_loss
     return context.told.chunks if context.told.chunks > 1 else False
 
 

@@ -157,7 +157,7 @@ class Members:
         limits = request.limits
         host = None if limits.host_bytes is None else 0  # bytes may differ, but all keep tensors on the host or none does
         others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None, host_bytes=host)
-        link = None if host is None else host_link_of(device, request.cost_model != pricing.ROOFLINE)
+        link = None if host is None else host_link_of(device, request.options.cost_model != pricing.ROOFLINE)
         budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
         is_share = limits.step_share is not None  # each rank has its own: limits of several ranks may not go together
         is_whole = found is not None and (found.report is None or found.report.plan is not None)
@@ -167,7 +167,7 @@ class Members:
             "host": limits.host_bytes,
             "link": None if link is None else [*astuple(link)],
             "options": json.loads(replace(request, limits=others).cache_key()),
-            "rates": pricing.identity(request.cost_model, device),
+            "rates": pricing.identity(request.options.cost_model, device),
             "record": found.agreement if found is not None and is_whole else "",
         }
 
@@ -230,7 +230,9 @@ class Members:
         part = {"graph": key, "gathers": sorted(priced.gathering_ranks), "replication": priced.replication}
         found = self.session.round("graph", part, _by_graph)
         same, links = found[key], {}
-        measures = context.request.cost_model != pricing.ROOFLINE and context.request.interconnect_bandwidth is None
+        measures = (
+            context.request.options.cost_model != pricing.ROOFLINE and context.request.options.interconnect_bandwidth is None
+        )
         if measures and any(one["gathers"] for one in found.values()):
             now("measuring the interconnect")
             own = interconnects_of(priced.gathering_groups if same["gathers"] else ())
@@ -333,7 +335,7 @@ def joined(request: Request, place: str, communicates: bool) -> Iterator[Peers]:
     Inductor's messages about collectives, need the same plan on all ranks. An error of the body ends the compilation on all
     members.
     """
-    with session_at(place, request.agreement) if communicates else contextlib.nullcontext() as session:
+    with session_at(place, request.options.agreement) if communicates else contextlib.nullcontext() as session:
         yield ALONE if session is None else Members(session)
 
 

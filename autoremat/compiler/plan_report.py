@@ -52,7 +52,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         granted_bytes=None if reference is None else limits.granted_bytes or None,
         soft_budget_bytes=facts.soft_budget,
         planning_seconds=time.perf_counter() - start,
-        compiler=context.request.compiler,
+        compiler=context.request.options.compiler,
         device=captured.device.name,
         loss_chunks=taken.chunks,
         tiles=taken.priced.joint.tiles,

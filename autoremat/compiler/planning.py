@@ -273,9 +273,10 @@ def planner_of(
     A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
     """
     request = context.request
-    priced.name_planning(request.time_limit)
-    policy = policies.parse(request.policy)
-    constrained = Constraints(request.save, request.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
+    priced.name_planning(request.options.time_limit)
+    policy = policies.parse(request.options.policy)
+    options, is_exact = request.options, not request.limits.is_bounded
+    constrained = Constraints(options.save, options.recompute, policy, exact=is_exact).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
     bound = constrained.bound_values
     wanted = (constrained.graph, bound, [candidate.plan.schedule for candidate in given], soft_budget)
@@ -285,10 +286,10 @@ def planner_of(
     strategies, host, graph = EVERY_STRATEGY, request.limits.host_bytes, constrained.graph
     if bound:
         inner, left = set_aside(graph, bound, host)
-        searched = new_planner(inner, request.time_limit, given, soft_budget, left, strategies)
+        searched = new_planner(inner, request.options.time_limit, given, soft_budget, left, strategies)
         planner: PlanSource = BoundForms(searched, graph, bound, host)
     else:
-        planner = new_planner(graph, request.time_limit, given, soft_budget, host, strategies)
+        planner = new_planner(graph, request.options.time_limit, given, soft_budget, host, strategies)
     earlier.searches.append((wanted, planner))
     return planner, constrained
 
@@ -310,7 +311,7 @@ def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSour
 
     Returns None if there is none. Raises ``PlanFileError`` if a stored plan does not fit the graph.
     """
-    files = context.request.plan if context.told is None else (context.told.file,)
+    files = context.request.options.plan if context.told is None else (context.told.file,)
     if not files or priced.joint.is_region:
         return None
     file, plan = plan_file.fitted(files, planner.graph)

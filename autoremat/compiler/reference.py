@@ -59,7 +59,7 @@ def plan_without_us(
     follow it, the baseline takes its place, with a ``BudgetWarning``. The time limit of ``planner`` begins afterwards.
     """
     torchs = _torchs_plan(priced, [] if torchs_plans is None else torchs_plans)
-    priced.name_planning(context.request.time_limit)
+    priced.name_planning(context.request.options.time_limit)
     planner.restart()
     if torchs is not None:
         return TORCH, torchs
@@ -100,7 +100,7 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     """
     request = context.request
     limits = request.limits
-    told = (limits.bounds_memory and limits.max_slowdown is None) or request.plan or request.policy
+    told = (limits.bounds_memory and limits.max_slowdown is None) or request.options.plan or request.options.policy
     if told or priced.joint.is_region or not context.request.fuses:
         return None
     if len(priced.graph.ops) > MOST_OPS:

@@ -86,7 +86,7 @@ def _split_of(request: Request) -> split_graphs.Split | None:
     limits = request.limits
     if not limits.bounds_memory or limits.step_share is not None or limits.takes_whole_reference:
         return None
-    if request.plan or not split_graphs.is_split():
+    if request.options.plan or not split_graphs.is_split():
         return None
     split = split_graphs.current_split()
     if split is None:

@@ -38,7 +38,7 @@ def choose_parts(priced: PricedGraph, context: PlanningContext, contend: Contend
             _warn("it has no products that make rows wider, of fixed sizes, between ops that compute row by row")
         return choose_chunking(tiled or priced, context, contend)
     choice = choose_chunking(priced, context, contend)
-    if wanted is False or is_shared or context.request.plan or choice.taken.fits:
+    if wanted is False or is_shared or context.request.options.plan or choice.taken.fits:
         return choice
     return _with_tiles(choice, priced, context, contend)
 
@@ -46,7 +46,7 @@ def choose_parts(priced: PricedGraph, context: PlanningContext, contend: Contend
 def _wanted(context: PlanningContext) -> bool | int | str:
     """Returns the option ``tiles``, or the number of tiles under which a plan was made that is applied again."""
     if context.told is None:
-        return context.request.tiles
+        return context.request.options.tiles
     return context.told.tiles if context.told.tiles > 1 else False
 
 

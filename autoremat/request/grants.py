@@ -55,7 +55,7 @@ def note_grant(request: Request, around: Surroundings, budget_bytes: int | None)
     share = request.limits.reference_share
     if share is None or around.function is None or budget_bytes is None:
         return
-    place, parameters = (around.function, share, request.compiler), around.parameters
+    place, parameters = (around.function, share, request.options.compiler), around.parameters
     alive = [grant for grant in _grants.get(place, ()) if grant.holds()]
     new = _Grant(budget_bytes, tuple(map(weakref.ref, parameters)), until_reset())
     _grants[place] = [*(grant for grant in alive if not grant.concerns(parameters) or grant.bytes > budget_bytes), new]

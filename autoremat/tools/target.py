@@ -69,7 +69,7 @@ class Target:
         memory = device_memory(self.cuda_name)
         free = None if memory is None else max(0, memory - resident_bytes)
         around = Surroundings(device, module, inputs, free_bytes_of=lambda device: free, is_card=True, runs_here=False)
-        return replace(request_of(options, around), cost_model=ROOFLINE)
+        return request_of(replace(options, cost_model=ROOFLINE), around)
 
 
 def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]) -> Target:

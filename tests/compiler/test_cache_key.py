@@ -47,7 +47,7 @@ def scale(x: Tensor) -> Tensor:
 
 
 def key(inputs: tuple[Any, ...] = (torch.ones(4),), **fields: Any) -> str:
-    return fingerprint(fx.symbolic_trace(scale), inputs, Request(cost_model="roofline", **fields))
+    return fingerprint(fx.symbolic_trace(scale), inputs, Request(Options(cost_model="roofline", **fields)))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -16,6 +16,7 @@ from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import plan_graph
+from autoremat.options.options import Options
 from autoremat.planner.cost import TF32
 from autoremat.planner.graph.op import Kind
 from autoremat.request.request import Request
@@ -100,7 +101,9 @@ def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
         assert product_type(product) == TF32
         options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
-        assert compile_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Request(cost_model="roofline"))
+        assert compile_loop.fingerprint(
+            torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Request(Options(cost_model="roofline"))
+        )
     finally:
         products.fp32_precision = before
 

@@ -101,8 +101,8 @@ def test_cache_key_of_values_that_json_does_not_know(one, other, equal):
 
 def test_cache_key_is_the_same_in_every_process():
     code = (
-        "from autoremat.request.request import Request;"
-        "print(Request(inductor=(('a', {'x', 'y', 'z'}), ('b', len), ('c', object()))).cache_key())"
+        "from autoremat import Options; from autoremat.request.request import Request;"
+        "print(Request(Options(inductor=(('a', {'x', 'y', 'z'}), ('b', len), ('c', object())))).cache_key())"
     )
     run = functools.partial(subprocess.run, capture_output=True, check=True, cwd=ROOT)
     seeds = ("1", "2", "3")

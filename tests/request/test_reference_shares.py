@@ -17,6 +17,7 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.compiler import plain_code, reference
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.peers import Members
+from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
@@ -222,7 +223,7 @@ class Ranks:
 
 @pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0), (0, 0, 0)])
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
-    request = Request(Limits(reference_share=0.5, granted_bytes=ours), cost_model="roofline")
+    request = Request(Options(cost_model="roofline"), Limits(reference_share=0.5, granted_bytes=ours))
     found = Members(Ranks(theirs)).agree(request, torch.device("cpu")).request
     assert found.limits == Limits(reference_share=0.5, granted_bytes=agreed)
 
