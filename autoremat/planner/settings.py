@@ -63,8 +63,6 @@ class SearchSettings:
     """Maximum number of saved values that a trial drops, and of recomputed values that it saves instead."""
     schedule_gap: float = 0.02
     """Distance to the lower bound, as a share of the step, from which ruin and recreate improves the schedule of a plan."""
-    fill_steps: int = 100
-    """Number of equal steps of the baseline's peak. Memory is filled to each step when a larger budget must never cost more."""
     saved_levels: int = 8
     """Number of levels of saved bytes to which memory is filled if a graph shares its budget with others."""
     peak_levels: int = 3

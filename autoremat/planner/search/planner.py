@@ -14,7 +14,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.least_peak import recreated
-from autoremat.planner.search.lower_bounds import Bounds, Moments
+from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import Descent, TimeBudget
 from autoremat.planner.search.work_limit import CHECK, WorkLimit
@@ -44,12 +44,6 @@ class Planner:
     time_limit: float = 10.0
     """Limit in seconds, of which follows the work of the search (:mod:`autoremat.planner.search.work_limit`)."""
     strategies: Strategies = EVERY_STRATEGY
-    stepwise: bool = False
-    """If True, memory is filled in fixed steps. Without ruin and recreate, a larger budget then never costs more, even in a new
-    search (see :meth:`_fill_stepwise`)."""
-    bounds: Bounds | None = None
-    """Lower bounds for filling in steps: None for those of the graph itself. The splits of another graph use that graph's
-    bounds."""
     given: tuple[Candidate, ...] = ()
     """Candidates from outside the search, such as a policy's schedule."""
     soft_budget_bytes: int | None = None
@@ -116,7 +110,7 @@ class Planner:
     def _recreated(self, plan: Plan, budget: int, least_seconds: float) -> Plan:
         """Returns ``plan``, improved by ruin and recreate on its schedule if it costs much more than ``least_seconds``."""
         enough = least_seconds + settings.schedule_gap * self.graph.step_seconds
-        tries = Strategies.LOWER | Strategies.RECREATE in self.strategies and not self.stepwise and not self.graph.single_phase
+        tries = Strategies.LOWER | Strategies.RECREATE in self.strategies and not self.graph.single_phase
         if not tries or plan.schedule.stays or plan.cost_seconds <= enough:
             return plan
         with _without_garbage_collection(), self.limit.beside(self.limit.share_left) as limit:
@@ -144,23 +138,13 @@ class Planner:
         """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
         return math.inf if budget < self._least_bytes() else self.moments.seconds(budget)
 
-    def choose(
-        self,
-        budget_bytes: int | None,
-        known_seconds: float = math.inf,
-        accepts: Callable[[Plan], bool] | None = None,
-    ) -> Plan | None:
-        """Returns the plan of :meth:`find` without the lower bounds, and so before its schedule is recreated.
-
-        A plan that costs ``known_seconds`` is already known elsewhere. Memory is only filled to find a cheaper one.
-        """
+    def choose(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
+        """Returns the plan of :meth:`find` without the lower bounds, and so before its schedule is recreated."""
         with _without_garbage_collection():
             search = self.search
             if accepts is not None:
                 search.spread_out()
                 best = search.best(budget_bytes, accepts)
-            elif self.stepwise:
-                best = self._fill_stepwise(budget_bytes, known_seconds)
             elif budget_bytes is None:
                 best = self._without_budget()
             else:
@@ -207,26 +191,3 @@ class Planner:
             return fastest
         worth = below.cost_seconds - fastest.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds
         return below if worth else fastest
-
-    def _fill_stepwise(self, budget: int | None, known_seconds: float) -> Plan | None:
-        """Returns the cheapest plan within ``budget`` of all plans filled to a whole percent of the baseline's peak.
-
-        All levels that are filled for a budget are also filled for every larger one. Levels are visited downwards from the
-        budget. The loop ends once the lower bound shows that no plan at this level is cheaper than the best one found. Ruin and
-        recreate follows only if the strategies contain it, because it may improve a smaller budget's plan more.
-        """
-        search, peak, bounds = self.search, self.baseline.peak_bytes, self.bounds or self.moments
-        steps = settings.fill_steps
-        # The last step whose level, rounded down to a byte, is within the budget.
-        top = steps if budget is None else min(steps, ((budget + 1) * steps - 1) // max(peak, 1))
-        for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
-            level, best = peak * step // steps, search.best(budget)
-            with search.own_half():
-                if best is None or level < search.smallest.peak_bytes or self.limit.has_passed(settings.plans_share):
-                    break
-            if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
-                break
-            search.fill(level)
-        if budget is not None:
-            search.improve(budget)
-        return search.best(budget)

@@ -131,11 +131,10 @@ def outcome(
 def search(graph: Graph, budget: int | None, time_limit: float, strategies: Strategies) -> PlanningResult:
     """Returns the cheapest plan that ``strategies`` find within ``budget`` bytes (None: no bound).
 
-    Memory is filled in fixed steps. Without ruin and recreate, a larger budget then never costs more. Each split may take half
-    of the work that is left.
+    Each split may take half of the work that is left.
     """
     if not graph.single_phase:
-        return Planner(graph, time_limit, strategies, stepwise=True).find(budget)
+        return Planner(graph, time_limit, strategies).find(budget)
     limit = WorkLimit(time_limit)
     plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph, limit)
     smallest: list[Plan] = []
@@ -146,8 +145,8 @@ def search(graph: Graph, budget: int | None, time_limit: float, strategies: Stra
             break
         if simulated > 1 and limit.has_passed():
             break
-        planner = Planner(step, limit.seconds_left / 2, strategies & ~Strategies.LOWER, stepwise=True, bounds=bounds)
-        found = (planner.choose(budget, known), planner.search.smallest)
+        planner = Planner(step, limit.seconds_left / 2, strategies & ~Strategies.LOWER)
+        found = (planner.choose(budget), planner.search.smallest)
         plans += [joined(graph, plan) for plan in filter(None, found)]
         smallest.append(planner.search.smallest)
         simulated += planner.search.simulated
