@@ -16,9 +16,6 @@ from autoremat.passes.inductor_workarounds.forward_region_operands import forwar
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared as keep_compared
 from autoremat.passes.inductor_workarounds.layout_copies import is_layout_copy as is_layout_copy
 from autoremat.passes.inductor_workarounds.layout_copies import state_layout_copies as state_layout_copies
-from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
-from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
-from autoremat.passes.inductor_workarounds.one_hot_sum import simplify_one_hot_sum as simplify_one_hot_sum
 from autoremat.passes.inductor_workarounds.preserve_strides import preserve_strides as preserve_strides
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.insert_transfers import insert_stores
@@ -38,10 +35,6 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
         passes += [accumulate_into_first, keep_compared]
     if runs_on is not None and compilers.lays_channels_last(runs_on):
         passes.append(state_layout_copies)
-    # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer
-    # writes in place.
-    if runs_on == "cpu" and compilers.largest_expression(runs_on) >= OPERATIONS:
-        passes.append(simplify_one_hot_sum)
     run_passes(joint, *passes)
 
 
@@ -55,8 +48,7 @@ def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[i
     backward.graph.lint()
     _check_split(capture, backward)
     if capture.graph.fuses:
-        run_passes(forward, materialize_shared)
-        run_passes(backward, materialize_shared, preserve_strides)
+        run_passes(backward, preserve_strides)
     return forward, backward
 
 

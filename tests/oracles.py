@@ -33,7 +33,7 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     written = 0.0
     for value in op.outputs:
         if any(graph.ops[reader].kind is Kind.EXTERN for reader in graph.readers[value]):
-            written += graph.values[value].bytes * (graph.cached_share if is_cached(graph, value) else 1.0)
+            written += graph.values[value].bytes
     divides = [other.kind is Kind.EXTERN for other in graph.ops]
     stretches, unseen, seen, late_fused_readers = set(), [index], set(), set()
     while unseen:
@@ -49,7 +49,7 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     extra = 0
     for value in op.inputs:
         maker = graph.values[value].producer
-        is_read = bool(fused_backward_readers(graph, value)) or is_cached(graph, value)
+        is_read = bool(fused_backward_readers(graph, value))
         if maker is not None and graph.ops[maker].kind is not Kind.POINTWISE and not is_read:
             extra += graph.values[value].bytes
     own = made_bytes(graph, index)
@@ -60,11 +60,6 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     runs = 1 if written or op.inlining is Inlining.NEVER else max(len(stretches), 1)  # what no reader inlines is stored
     moved = (1 if extra < own else runs) * extra * (1 - graph.write_share) + written * graph.write_share
     return runs * arithmetic + moved * graph.saving_seconds_per_byte + (graph.launch_seconds if written else 0.0)
-
-
-def is_cached(graph: Graph, value: int) -> bool:
-    """Whether the value stays in the caches until it is read, unless it is saved."""
-    return graph.values[value].bytes <= graph.cached_bytes
 
 
 def reaches_the_backward(graph: Graph, index: int) -> bool:
@@ -90,8 +85,7 @@ def fused_backward_readers(graph: Graph, value: int) -> list[int]:
 
 
 def saving_seconds(graph: Graph, value: int) -> float:
-    """What saving ``value`` takes beside its memory: a write unless it exists anyway, a read unless it is read anyway; and both
-    if it would be in the caches otherwise."""
+    """What saving ``value`` takes beside its memory: a write unless it exists anyway, a read unless it is read anyway."""
     maker, readers = graph.values[value].producer, graph.readers[value]
     if maker is None:
         return 0.0
@@ -100,10 +94,8 @@ def saving_seconds(graph: Graph, value: int) -> float:
     for_repeats = graph.ops[maker].kind is Kind.POINTWISE and all(r < graph.num_forward for r in readers)
     if not graph.fuses:
         return 0.0
-    is_cold = is_cached(graph, value)
-    is_read = is_cold or for_repeats or bool(fused_backward_readers(graph, value))
-    is_written = value not in graph.forward_outputs if is_cold else not exists
-    moves = is_written * graph.write_share + is_read * (1 - graph.write_share)
+    is_read = for_repeats or bool(fused_backward_readers(graph, value))
+    moves = (not exists) * graph.write_share + is_read * (1 - graph.write_share)
     return graph.values[value].bytes * moves * graph.saving_seconds_per_byte
 
 

@@ -172,8 +172,6 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
         saving_seconds_per_byte=draw(st.sampled_from([1e-10, 1e-8])),
         write_share=draw(st.sampled_from([0.5, 2 / 3])),
         overlaps_wholly=draw(st.booleans()),
-        cached_bytes=draw(st.sampled_from([0, 0, 16, 100])),
-        cached_share=draw(st.sampled_from([0.25, 1.0])),
     )
 
 

@@ -18,7 +18,7 @@ from autoremat.measure.calibration import rates_of
 from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.planner.cost import CACHED_BYTES, CACHED_SHARE, CostSource, Interconnect, Links, LinkSource, Pricing, Rate, Rates
+from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rate, Rates
 from autoremat.torch_private import joint_graphs
 
 ROOFLINE, CALIBRATED = "roofline", "calibrated"
@@ -78,8 +78,6 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
     graph = replace(
         graph, ops=tuple(ops), saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=rates.launch_seconds
     )
-    if captured.runs_on == "cpu":
-        graph = replace(graph, cached_bytes=CACHED_BYTES, cached_share=CACHED_SHARE)
     sources = [CostSource.CALIBRATED if work.known else CostSource.ASSUMED for work in works]
     return replace(captured, graph=graph), sources
 

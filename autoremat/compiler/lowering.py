@@ -112,9 +112,7 @@ def lower(
     patches = {**source.patches, "custom_partitioner_fn": partitioner}
     try:
         with (
-            inductor_lowering.memory_first(
-                lambda: partitioning.memory_first, lambda: partitioning.pins_forward, lambda: partitioning.replay_context
-            ),
+            inductor_lowering.memory_first(lambda: partitioning.memory_first, lambda: partitioning.pins_forward),
             inductor_lowering.rewriting_before_lowering(before_lowering),
             inductor_lowering.draws_by_place(patches),
             inductor_lowering.draws_in_sequence(),

@@ -17,7 +17,6 @@ from torch import fx
 from autoremat.basics.errors import find_cause
 from autoremat.basics.progress import now
 from autoremat.options.options import Options
-from autoremat.torch_private import names
 from autoremat.torch_private.joint_graphs import PartitionedModules
 
 
@@ -119,19 +118,6 @@ def configuration_fingerprint() -> str:
 def most_reads_inlined() -> int:
     """Returns the most buffers that a value may read for Inductor to inline it into several readers, by the present setting."""
     return int(inductor_config.realize_reads_threshold)
-
-
-def largest_expression(device_type: str) -> int:
-    """Returns the most ops that Inductor computes in one expression on that device type. A larger expression gets a buffer."""
-    for_all = inductor_config.realize_opcount_threshold
-    if for_all is not None:
-        return int(for_all)
-    on_cpu, elsewhere = (
-        "torch._inductor.config:realize_cpu_opcount_threshold",
-        "torch._inductor.config:_realize_opcount_threshold_default",
-    )
-    limit = names.resolve(on_cpu if device_type == "cpu" else elsewhere)
-    return 30 if limit is None else int(limit)  # torch 2.11 and 2.12 have one limit for all device types
 
 
 def lays_channels_last(device_type: str) -> bool:

@@ -21,7 +21,6 @@ from autoremat.basics.warn import warn_user
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private import names
-from autoremat.torch_private.buffer_reuse import keeping_peaks
 from autoremat.torch_private.code_buffers import layout_bytes, received, results
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.origins import Origins
@@ -155,15 +154,12 @@ def _keep_ancestors_that_run_before(scheduler: Any) -> None:
 
 
 @contextlib.contextmanager
-def memory_first(
-    wanted: Callable[[], bool], pins_forward: Callable[[], bool], context: Callable[[], ReplayContext]
-) -> Iterator[None]:
+def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool]) -> Iterator[None]:
     """Makes Inductor prefer memory over speed while active, if ``wanted()``.
 
     Backward graphs keep their sequence (see ``_pin_order``), and forward graphs too if ``pins_forward()``. Buffers are freed
-    after their last use. They are kept for a later buffer of the same size only on CPUs, where that leaves the peak
-    (:mod:`.buffer_reuse`). Nodes that no CUDA graph can record stay at their places. Inductor would move those that compute
-    results, such as gradients of parameters, to the end of the graph, and keep what they read until then.
+    after their last use, and none is kept for a later one. Nodes that no CUDA graph can record stay at their places. Inductor
+    would move those that compute results, such as gradients of parameters, to the end of the graph, and keep what they read.
     """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
@@ -185,9 +181,8 @@ def memory_first(
     def generate_compactly(generate: Method, lowering: Any) -> Any:
         if not wanted():
             return generate(lowering)
-        reuses = inductor_config.allow_buffer_reuse and set(lowering.device_types) <= {"cpu"}
-        compact = {"allow_buffer_reuse": reuses, "triton.reorder_for_reducing_graph_partitions": False}
-        with inductor_config.patch(compact), keeping_peaks(lowering, context()):
+        compact = {"allow_buffer_reuse": False, "triton.reorder_for_reducing_graph_partitions": False}
+        with inductor_config.patch(compact):
             return generate(lowering)
 
     with (

@@ -24,8 +24,6 @@ from autoremat.planner.cost.kernels import Product as Product
 from autoremat.planner.cost.kernels import kernel_seconds as kernel_seconds
 from autoremat.planner.cost.kernels import seconds_of_arithmetic as seconds_of_arithmetic
 from autoremat.planner.cost.rates import BATCH as BATCH
-from autoremat.planner.cost.rates import CACHED_BYTES as CACHED_BYTES
-from autoremat.planner.cost.rates import CACHED_SHARE as CACHED_SHARE
 from autoremat.planner.cost.rates import Curve as Curve
 from autoremat.planner.cost.rates import Rate as Rate
 from autoremat.planner.cost.rates import Rates as Rates

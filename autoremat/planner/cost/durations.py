@@ -6,12 +6,10 @@ into it as well, and these executions take no seconds of their own.
     seconds of a kernel  =  launch  +  min(seconds of its ops alone, arithmetic and traffic together)
 
 Arithmetic and traffic overlap (:func:`overlapped`). On a card the longer one counts, on a CPU the root of the sum of squares.
-There, accesses to what is in the caches (:mod:`.caches`) are part of the arithmetic.
 
 The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A pass reads a
 tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in the
-backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op, and those of
-saved tensors that they find in memory and not in the caches.
+backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op.
 
 A fusion group has one pass, and one more behind each result that is known only when a pass has ended (``Op.ends_pass``). The
 statistics of a batch norm are such results: the kernel that normalises reads again what they were computed from.
@@ -26,7 +24,6 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from autoremat.planner.cost.caches import Cached
 from autoremat.planner.cost.fused_traffic import LARGEST_TYPE_RATIO
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
@@ -48,7 +45,7 @@ def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
 
 def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
     """Returns the seconds of each execution as fused, which callers share and do not change."""
-    found = _Kernels(graph, schedule).seconds(_alone(graph, schedule)) + _of_cold_memory(graph, schedule)
+    found = _Kernels(graph, schedule).seconds(_alone(graph, schedule))
     found.setflags(write=False)
     return found
 
@@ -56,27 +53,6 @@ def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
 def _alone(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
     """Returns the seconds of each execution as a kernel of its own."""
     return np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
-
-
-def _of_cold_memory(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
-    """Returns the seconds that extern kernels take for saved tensors that would be in the caches otherwise.
-
-    These are writes in the forward, and the first read in the backward. The seconds of an op are those of one whose tensors are
-    in the caches, as far as they fit there.
-    """
-    found, border = np.zeros(len(schedule.sequence)), len(schedule.forward)
-    if not graph.cached_bytes:
-        return found
-    fused = fusion_in(graph, schedule)
-    buffers, cached = fused.buffers, Cached.of(graph, fused.buffers)
-    is_cold = cached.saved & cached.early_reads & ~fused.absent
-    is_extern = arrays_of(graph).kinds[buffers.sequence] == EXTERN
-    late = np.flatnonzero((buffers.reader >= border) & is_cold[buffers.source])
-    saved, first = np.unique(buffers.source[late], return_index=True)
-    maker, reader, size = buffers.start[saved], buffers.reader[late][first], buffers.bytes[saved]
-    np.add.at(found, maker, size * is_extern[maker] * graph.write_seconds_per_byte)
-    np.add.at(found, reader, size * is_extern[reader] * graph.read_seconds_per_byte)
-    return found
 
 
 class _Kernels:
@@ -90,19 +66,11 @@ class _Kernels:
         self.bytes: list[int] = buffers.bytes.tolist()
         self.absent: list[bool] = absent.tolist()
         self.source: list[int] = buffers.source.tolist()
-        length, self.border = len(self.sequence), len(schedule.forward)
-        cached = Cached.of(graph, buffers)
-        self.early_reads: list[bool] = cached.early_reads.tolist()
-        """For each live range, True if the forward reads it in the caches."""
-        self.late_reads: list[bool] = cached.late_reads.tolist()
-        """For each live range, True if the backward reads it in the caches."""
+        length = len(self.sequence)
         self.begins: list[int] = np.searchsorted(buffers.reader, np.arange(length + 1)).tolist()
         """Where the reads of each execution begin in ``source``."""
-        self.written, self.written_in_caches = (
-            np.bincount(buffers.start[chosen], buffers.bytes[chosen], length).tolist()
-            for chosen in (~absent & ~cached.writes, ~absent & cached.writes)
-        )
-        """For each execution, the bytes that it materialises in memory, and in the caches."""
+        self.written: list[float] = np.bincount(buffers.start[~absent], buffers.bytes[~absent], length).tolist()
+        """For each execution, the bytes that it materialises."""
         touched = graph.derived(_touched)
         self.touched = [touched[index] for index in self.sequence]
         """For each execution, the most bytes that it reads of a tensor."""
@@ -126,9 +94,8 @@ class _Kernels:
                 if self.passes[position] not in seen:
                     seen[self.passes[position]] = {}, {}
                     found[position] = graph.launch_seconds
-                kernel, read, read_in_caches = self._kernel(position, *seen[self.passes[position]], given)
-                longest = 0.0
-                busy = graph.cached_share * graph.traffic_seconds(read_in_caches, self.written_in_caches[position])
+                kernel, read = self._kernel(position, *seen[self.passes[position]], given)
+                longest = busy = 0.0
                 for execution, share in kernel.items():
                     busy += share * arithmetic[self.sequence[execution]]
                     longest += share * unfused[execution]
@@ -159,16 +126,15 @@ class _Kernels:
 
     def _kernel(
         self, position: int, ran: dict[int, float], read: dict[int, float], given: list[list[tuple[int, int]]]
-    ) -> tuple[dict[int, float], float, float]:
-        """Returns the execution at ``position`` with those inlined into it, and the bytes that they read in memory and in the
-        caches. Executions have the shares of their elements that run.
+    ) -> tuple[dict[int, float], float]:
+        """Returns the execution at ``position`` with those inlined into it, and the bytes that they read. Executions have the
+        shares of their elements that run.
 
         Leaves out what ``ran`` and what was ``read`` in the pass before, and adds to both. They hold the most bytes that an
         execution reads of a tensor, and those that were read of each.
         """
         kernel, stack, this = dict[int, float](), [(position, math.inf)], self.passes[position]
-        in_memory = in_caches = 0.0
-        cached = self.late_reads if position >= self.border else self.early_reads
+        read_bytes = 0.0
         while stack:
             execution, most = stack.pop()
             whole = self.touched[execution]
@@ -190,13 +156,9 @@ class _Kernels:
             for tensor, size in tensors:
                 taken = size if size < most else most
                 if taken > read.get(tensor, 0.0):
-                    new = taken - read.get(tensor, 0.0)
+                    read_bytes += taken - read.get(tensor, 0.0)
                     read[tensor] = taken
-                    if tensor >= 0 and cached[tensor]:
-                        in_caches += new
-                    else:
-                        in_memory += new
-        return kernel, in_memory, in_caches
+        return kernel, read_bytes
 
 
 def overlapped(graph: Graph, arithmetic: float, read_bytes: float, written_bytes: float) -> float:

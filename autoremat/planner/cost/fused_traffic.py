@@ -4,8 +4,6 @@ A fused kernel reads its inputs and writes the results that others read; its ari
 
 - A *saved* value costs a write unless the forward materialises it anyway. It costs a read if a fused kernel of the backward
     reads it.
-- A saved value that would stay in the caches otherwise (``graph.cached_bytes``) always costs both. Its place is in memory, and
-    the next result cannot take that place while it is in the caches.
 - A *recomputed* pointwise op that is fused into its readers costs its arithmetic. It also costs one read of each input that an
     extern kernel or reduction computes and no fused kernel of the backward reads anyway.
 - These costs of recomputation occur once per fusion group that needs the result, because each group computes it again. A
@@ -59,8 +57,6 @@ class FusedTraffic:
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
             return False
-        if self.graph.values[value].bytes <= graph.cached_bytes:
-            return value not in graph.forward_outputs
         early = {self.kinds[op] for op in graph.readers[value] if op < graph.num_forward}
         return self.kinds[maker] == POINTWISE and EXTERN not in early and value not in graph.forward_outputs
 
@@ -73,8 +69,6 @@ class FusedTraffic:
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
             return False
-        if self.graph.values[value].bytes <= graph.cached_bytes:
-            return True
         late = {self.kinds[op] for op in graph.readers[value] if op >= graph.num_forward}
         return bool(late - {EXTERN}) or (not late and self.kinds[maker] == POINTWISE)
 
@@ -84,7 +78,7 @@ class FusedTraffic:
         read = sum(graph.values[v].bytes for v in graph.computed_inputs[index] if self._only_read_by_repeats(v))
         arithmetic = (op.seconds - op.memory_bound_seconds) * self._times_spread(index)
         stored = sum(
-            graph.values[value].bytes * (graph.cached_share if graph.values[value].bytes <= graph.cached_bytes else 1.0)
+            graph.values[value].bytes
             for value in op.outputs
             if any(self.kinds[reader] == EXTERN for reader in graph.readers[value])
         )

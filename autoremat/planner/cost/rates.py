@@ -25,10 +25,6 @@ CODEC = Codec()
 BYTES_OF_SAVING = 256 * 2**20
 """Bytes of the stream whose rate prices saved tensors: more than caches hold."""
 
-CACHED_BYTES, CACHED_SHARE = 16 * 2**20, 0.5
-"""Bytes up to which a CPU keeps a result in its caches until it is read: half of a last-level cache of usual size. Seconds of
-access there, as a share of those in memory. Both are assumed: no calibration measures them."""
-
 BATCH = 32
 """Number of small matrix products in one measured batch."""
 

@@ -41,10 +41,6 @@ class Graph:
     """Share of ``saving_seconds_per_byte`` that the write takes. A CPU reads a line of memory before it writes the line."""
     overlaps_wholly: bool = True
     """True if the shorter of a fused kernel's arithmetic and traffic adds nothing to the longer one, as on cards."""
-    cached_bytes: int = 0
-    """Bytes up to which a result stays in the caches until it is read, unless it is saved."""
-    cached_share: float = 1.0
-    """Seconds to read or write in the caches, as a share of those in memory."""
     launch_seconds: float = 0.0
     """Seconds of a fused kernel that does nothing. Those of extern kernels are part of their op's."""
     fusion_groups_hold_buffers: bool = False

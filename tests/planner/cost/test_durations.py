@@ -294,39 +294,25 @@ def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
         bound = not op.memory_bound_seconds and op.seconds <= op.bytes_moved * per_byte / 2 * (1 + 1e-9)
         return 0.0 if bound else op.seconds - op.memory_bound_seconds
 
-    border, held = len(schedule.forward), {*graph.forward_outputs, *graph.backward_outputs}
-
-    def fits(b: Buffer) -> bool:
-        return graph.values[b.value].bytes <= graph.cached_bytes
-
-    def is_saved(b: Buffer) -> bool:
-        return b.computed_at < border and any(reader >= border for reader in b.readers)
-
     found, done = [], list[int]()
     for at, index in enumerate(sequence):
         if graph.ops[index].kind is Kind.EXTERN:
             found.append(graph.ops[index].seconds)
-            cold = [b for b in fusion.buffers if fits(b) and is_saved(b) and b not in absent]
-            written = [graph.values[b.value].bytes for b in cold if b.computed_at == at]
-            read = [graph.values[b.value].bytes for b in cold if min(r for r in b.readers if r >= border) == at]
-            found[-1] += (sum(written) * graph.write_share + sum(read) * (1 - graph.write_share)) * per_byte
         elif makes[at] and absent.issuperset(makes[at]):
             found.append(0.0)
         else:
             before = [other for other in done if passes.share(other, at)]
             ran, seen = largest(*map(passes.computed, before)), largest(*(passes.read(one, one) for one in before))
             new = {one: share - ran.get(one, 0.0) for one, share in largest(ran, passes.computed(at)).items()}
-            moved = {True: 0.0, False: 0.0}  # in the caches or not
+            moved = 0.0
             for one, size in largest(seen, passes.read(at, at)).items():
-                is_cached = isinstance(one, Buffer) and fits(one) and (at < border or not is_saved(one))
-                moved[is_cached] += (size - seen.get(one, 0.0)) * (1 - graph.write_share) * per_byte
+                moved += (size - seen.get(one, 0.0)) * (1 - graph.write_share) * per_byte
             for b in makes[at]:
-                size = graph.values[b.value].bytes * graph.write_share * per_byte
-                moved[fits(b) and not is_saved(b) and b.value not in held] += size * (b not in absent)
+                moved += graph.values[b.value].bytes * graph.write_share * per_byte * (b not in absent)
             alone = sum(share * graph.ops[sequence[one]].seconds for one, share in new.items())
             busy = sum(share * beside_traffic(sequence[one]) for one, share in new.items())
             both = max if graph.overlaps_wholly else math.hypot
-            found.append(min(alone, both(moved[False], moved[True] * graph.cached_share + busy)))
+            found.append(min(alone, both(moved, busy)))
             done.append(at)
     return found
 
@@ -344,4 +330,4 @@ def test_kernels_take_at_most_the_seconds_of_their_ops_in_each_group(case):
     assert (found >= 0).all()
     extern = [at for at, index in enumerate(schedule.sequence) if graph.ops[index].kind is Kind.EXTERN]
     alone = [graph.ops[schedule.sequence[at]].seconds for at in extern]
-    assert all(one >= other if graph.cached_bytes else one == other for one, other in zip(found[extern], alone, strict=True))
+    assert list(found[extern]) == alone
