@@ -4,19 +4,18 @@
 
 Prints predicted over measured time, its median and its 10th and 90th percentile, by class of kernel and card: before the rates
 knew shapes and types (0.7 of the 16-bit FLOPs, causal or not, 0.8 of the bandwidth, 20 µs per collective), and now. The
-sources, and which rows were fitted, are in `tests/data/kernel_times/README.md`. Written to `benchmarks/results/card_rates.txt`
-and `.json`.
+sources, and which rows were fitted, are in `tests/data/kernel_times/README.md`.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+
+from harness import ROOT, parser, table, write
 
 from autoremat.planner.cost import (
     Attention,
@@ -38,7 +37,6 @@ from autoremat.planner.cost import (
 )
 from autoremat.planner.cost.interconnect import NVLINK
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMES = ROOT / "tests" / "data" / "kernel_times"
 FITTED = {
     "products": {"A100", "H100", "B200", "L40S", "RTX PRO 6000"},
@@ -225,19 +223,21 @@ def _score(kind: str, card: str, split: str, group: list[Comparison]) -> Score:
                  errors[1])  # fmt: skip
 
 
-def main() -> None:
-    found = scores(list(comparisons()))
-    lines = [f"{'class':30} {'card':13} {'split':16} {'rows':>4}  before: ratio  error   now: ratio [p10, p90]  error"]
-    lines += [
-        f"{s.kind:30} {s.card:13} {s.split:16} {s.rows:4}  {s.median_before:13.2f} {s.error_before:6.0%}"
-        f"  {s.median:10.2f} [{s.tenth:.2f}, {s.ninetieth:.2f}] {s.error:6.0%}"
-        for s in found
-    ]
-    text = "\n".join(lines) + "\n"
-    (ROOT / "benchmarks" / "results" / "card_rates.txt").write_text(text)
-    (ROOT / "benchmarks" / "results" / "card_rates.json").write_text(json.dumps([asdict(s) for s in found], indent=1) + "\n")
-    print(text)
+def cells(score: Score) -> dict[str, object]:
+    return {
+        "class": score.kind,
+        "card": score.card,
+        "split": score.split,
+        "rows": score.rows,
+        "before: ratio": f"{score.median_before:.2f}",
+        "before: error": f"{score.error_before:.0%}",
+        "now: ratio": f"{score.median:.2f}",
+        "p10, p90": f"{score.tenth:.2f}, {score.ninetieth:.2f}",
+        "now: error": f"{score.error:.0%}",
+    }
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parser(__doc__).parse_args()
+    found = scores(list(comparisons()))
+    write("card_rates", arguments.output, [table("Predicted over measured time", list(map(cells, found)))], found)

@@ -1,7 +1,7 @@
 """The seconds that autoremat's own work adds to a cold compilation by Inductor, by timers inside one compilation.
 
     python benchmarks/compile_time.py                    # nine models, without a budget, at 70 % and at 40 %
-    python benchmarks/compile_time.py --models gpt2-12
+    python benchmarks/compile_time.py --only gpt2
 
 Each compilation runs in a process and with caches of its own. Own work is the fingerprint, the partitioner (capture,
 planning, rewriting) and the replay of the generated code. An attempt that was given up counts as a whole. The timers run in
@@ -23,17 +23,16 @@ import tempfile
 import time
 import unittest.mock
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lowering import BUILDERS, KINDS, ROOT, build
-from rich.console import Console
+from harness import parser, percent, run, table
+from lowering import KINDS, build
 from rich.table import Table
 from torch._inductor import compile_fx
 
-from autoremat.basics.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible, find_cause
 from autoremat.compiler import compile_loop
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.torch_private import inductor_lowering
@@ -141,75 +140,61 @@ def torchs(name: str) -> float:
 
 
 def in_a_process(*arguments: str) -> Any:
-    """Returns the JSON that this script prints with ``arguments`` in a process of its own; None if there is no plan.
+    """Returns the JSON that this script prints with ``arguments`` in a process of its own, whose caches are empty.
 
-    The caches of that process are empty.
+    None if there is no plan.
     """
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "AUTOREMAT_CACHE_DIR": f"{folder}/autoremat"}
-        command = [sys.executable, __file__, *arguments]
+        command = [sys.executable, __file__, "--only", *arguments]
         done = subprocess.run(command, env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rows_of(name: str) -> Iterator[Row]:
-    partitioner = in_a_process("--one", name, "--torch")
+def measure(name: str) -> Iterator[Row]:
+    partitioner = in_a_process(name, "--one", "torch")
     for budget in BUDGETS:
-        found = in_a_process("--one", name, *([] if budget is None else ["--budget", str(budget)]))
+        found = in_a_process(name, "--one", str(budget))
         if found is not None:
             yield Row(name, budget, found["total"], found["attempts"], found["own"], partitioner)
 
 
-def one(name: str, budget: float | None, by_torch: bool) -> None:
-    """Prints the figures of one compilation as JSON, in a process of its own."""
+def one(name: str, what: str) -> Any:
+    """Returns the figures of one compilation in this process: by torch or for a budget. None if there is no plan."""
     try:
-        print(json.dumps(torchs(name) if by_torch else ours(name, budget)))
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        if not isinstance(error.inner_exception, BudgetInfeasible):
+        return torchs(name) if what == "torch" else ours(name, None if what == "None" else float(what))
+    except Exception as error:
+        if find_cause(error, BudgetInfeasible) is None:
             raise
-        print("null")
+        return None
 
 
-def write(rows: list[Row], folder: Path) -> None:
-    table = Table(title="A cold compilation and the first step, seconds")
-    columns = ("model", "budget", "total", "attempts", *OWN, "torch's partitioner", "added %")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for row in rows:
-        budget = "none" if row.budget is None else f"{row.budget:.0%}"
-        own = [f"{row.own[part]:.2f}" for part in OWN]
-        table.add_row(row.model, budget, f"{row.total:.1f}", str(row.attempts), *own, f"{row.torch_partitioner:.2f}",
-                      f"{100 * row.share:.1f}")  # fmt: skip
+def cells(row: Row) -> dict[str, str]:
+    return {
+        "model": row.model,
+        "budget": "none" if row.budget is None else f"{row.budget:.0%}",
+        "total": f"{row.total:.1f}",
+        "attempts": str(row.attempts),
+        **{part: f"{row.own[part]:.2f}" for part in OWN},
+        "torch's partitioner": f"{row.torch_partitioner:.2f}",
+        "added %": percent(row.share),
+    }
+
+
+def shown(rows: list[Row]) -> list[Table | str]:
     shares = [row.share for row in rows]
     text = f"added to the compilation: median {statistics.median(shares):.1%}, worst {max(shares):.1%}"
-    setup = {"torch": torch.__version__, "cores": os.cpu_count()}
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "compile_time.txt").open("w") as file:
-        for console in (Console(width=140), Console(width=140, file=file)):
-            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
-            console.print(table)
-            console.print(text, highlight=False)
-    record = setup | {"rows": [asdict(row) | {"share": row.share} for row in rows]}
-    (folder / "compile_time.json").write_text(json.dumps(record, indent=2) + "\n")
+    return [table("A cold compilation and the first step, seconds", list(map(cells, rows))), text]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(BUILDERS), default=list(KINDS))
-    parser.add_argument("--one", choices=sorted(BUILDERS), help="compile once in this process and print its figures")
-    parser.add_argument("--budget", type=float, help="for --one: a share of the peak without recomputation")
-    parser.add_argument("--torch", action="store_true", help="for --one: time torch's partitioner under Inductor alone")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    arguments = parser.parse_args()
+    made = parser(__doc__, KINDS)
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = made.parse_args()
     if arguments.one:
-        one(arguments.one, arguments.budget, arguments.torch)
-        return
-    rows = []
-    for name in arguments.models:
-        for row in rows_of(name):
-            print(row, flush=True)
-            rows.append(row)
-    write(rows, arguments.output)
+        print(json.dumps(one(arguments.only[0], arguments.one)))
+    else:
+        run("compile_time", arguments, Row, measure, shown)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The peak of a whole process over training steps, predicted by ``autoremat.device_budget``, against measured peaks.
 
-    python benchmarks/device.py [--models llama unet] [--compiler inductor] [--steps 3]
+    python benchmarks/device.py [--only llama "llama inductor"] [--steps 3]
 
 A cell is a model, an optimizer and a number of accumulated micro-batches. The device is the CPU. Its memory is chosen between
 the least for which a plan exists and the need of the plan without recomputation. It is the share ``SHARE`` of the way, or the
@@ -9,33 +9,36 @@ optimizer's own step included. The measured peak is that of torch's allocator ev
 after the first backward has compiled the graph and its gradients are freed. Parameters and buffers that are live then are
 added. "first" is the peak of the first step, and "later" that of later ones, which hold the optimizer's state.
 
-A cell fails if the prediction is more than 3 % off, or if a step that "fits" exceeds the device. Rows of earlier runs stay
-unless they are measured again. Writes benchmarks/results/device.txt and .json.
+A cell fails if the prediction is more than 3 % off, or if a step that "fits" exceeds the device.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import json
 import os
-import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "AUTOREMAT_COST_MODEL": "roofline",
+    "AUTOREMAT_PROGRESS": "0",
+}  # before torch is imported
 
+import torch
+from harness import ROOT, mebibytes, parser, run, table
+from rich.table import Table
+
+import autoremat
+from autoremat.report.report import Report
+
+sys.path.insert(0, str(ROOT / "tests"))
 import models  # noqa: E402
-import torch  # noqa: E402
 from eight_bit import EightBitAdam  # noqa: E402
-
-import autoremat  # noqa: E402
-from autoremat.report.report import Report  # noqa: E402
 
 SHARE = 0.15
 """Memory of the device, from the least that fits to the need without recomputation."""
@@ -50,8 +53,33 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adafactor": torch.optim.Adafactor,
     "8-bit Adam": EightBitAdam,
 }
-MODELS = ("gpt2", "llama", "resnet", "unet", "lstm", "wide")
+MODELS = ("gpt2", "llama", "resnet", "unet", "lstm", "wide", "llama inductor", "wide inductor")
+"""Uncompiled planned graphs, unless the name ends with the compiler."""
 ACCUMULATED = (1, 4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell; bytes above an empty process."""
+
+    model: str
+    optimizer: str
+    accumulate: int
+    compiler: str
+    device: int
+    predicted: int
+    measured: int
+    off: float
+    first_measured: int
+    later_measured: int
+    binds: str
+    recomputed: int
+    graphs: int
+    fits: bool
+
+    @property
+    def is_over(self) -> bool:
+        return self.fits and self.measured > self.device
 
 
 class Wide(torch.nn.Module):
@@ -117,8 +145,9 @@ def peaks(
     return found
 
 
-def measure(name: str, optimizer: str, accumulate: int, compiler: str, steps: int) -> dict[str, Any]:
-    """Returns the row of one cell."""
+def cell(case: str, optimizer: str, accumulate: int, steps: int) -> Row:
+    name, _, compiler = case.partition(" ")
+    compiler = compiler or "aot_eager"
     total = device_bytes(name, optimizer, accumulate, compiler)
     torch.compiler.reset()
     model, batch, stepper = made(name, optimizer)
@@ -128,71 +157,53 @@ def measure(name: str, optimizer: str, accumulate: int, compiler: str, steps: in
     measured = peaks(compiled, model, batch, stepper, accumulate, steps)
     reports: list[Report] = autoremat.reports()[before:]
     report = max(reports, key=lambda one: one.peak_bytes)
-    ledger = report.device_ledger
+    ledger, predicted, peak = report.device_ledger, report.predicted_device_bytes, max(measured)
     assert ledger is not None
-    predicted, peak = report.predicted_device_bytes, max(measured)
     assert predicted is not None
+    binds = ledger.binding(report.peak_bytes).name
+    later = (measured[0], max(measured[1:]), binds, report.recomputed_ops, len(reports), report.fits)
+    return Row(case, optimizer, accumulate, compiler, total, predicted, peak, predicted / peak - 1, *later)
+
+
+def measure(steps: int, name: str) -> Iterator[Row]:
+    for optimizer in OPTIMIZERS:
+        for accumulate in ACCUMULATED:
+            yield cell(name, optimizer, accumulate, steps)
+
+
+def cells(row: Row) -> dict[str, object]:
     return {
-        "model": name, "optimizer": optimizer, "accumulate": accumulate, "compiler": compiler, "device": total,
-        "predicted": predicted, "measured": peak, "off": predicted / peak - 1,
-        "first_measured": measured[0], "later_measured": max(measured[1:]),
-        "binds": ledger.binding(report.peak_bytes).name, "recomputed": report.recomputed_ops, "graphs": len(reports),
-        "fits": report.fits,
-    }  # fmt: skip
+        "model": row.model,
+        "optimizer": row.optimizer,
+        "accumulate": row.accumulate,
+        "compiler": row.compiler,
+        "device MiB": mebibytes(row.device),
+        "predicted": mebibytes(row.predicted),
+        "measured": mebibytes(row.measured),
+        "off": f"{row.off:+.2%}",
+        "first step": mebibytes(row.first_measured),
+        "later": mebibytes(row.later_measured),
+        "recomputed": row.recomputed,
+        "binds": row.binds,
+    }
 
 
-def fails(row: dict[str, Any]) -> bool:
-    """Returns True for a cell outside of what is allowed."""
-    return abs(row["off"]) > ALLOWED or (row["fits"] and row["measured"] > row["device"])
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as text."""
-    lines = [
-        f"{'model':8} {'optimizer':13} {'accumulate':>10} {'compiler':9} {'device MiB':>10} {'predicted':>9} {'measured':>8} "
-        f"{'off':>7} {'first step':>10} {'later':>7} {'recomputed':>10}  binds"
-    ]
-    for row in rows:
-        lines.append(
-            f"{row['model']:8} {row['optimizer']:13} {row['accumulate']:10} {row['compiler']:9} {row['device'] / 2**20:10.2f} "
-            f"{row['predicted'] / 2**20:9.2f} {row['measured'] / 2**20:8.2f} {row['off']:+7.2%} "
-            f"{row['first_measured'] / 2**20:10.2f} {row['later_measured'] / 2**20:7.2f} {row['recomputed']:10}  {row['binds']}"
-        )
-    worst = max((abs(row["off"]) for row in rows), default=0.0)
-    over = sum(row["fits"] and row["measured"] > row["device"] for row in rows)
-    lines.append(f"{len(rows)} cells; at most {worst:.2%} off; {over} above a device that is said to fit")
-    return "\n".join(lines)
+def shown(rows: list[Row]) -> list[Table | str]:
+    worst, over = max(abs(row.off) for row in rows), sum(row.is_over for row in rows)
+    verdict = f"{len(rows)} cells; at most {worst:.2%} off; {over} above a device that is said to fit"
+    return [table("Peaks of the process", list(map(cells, rows))), verdict]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS))
-    parser.add_argument("--compiler", default="aot_eager", choices=["aot_eager", "inductor"])
-    parser.add_argument("--steps", type=int, default=3)
-    arguments = parser.parse_args()
-    file = ROOT / "benchmarks" / "results" / "device"
-    json_file = file.with_suffix(".json")
-    rows: list[dict[str, Any]] = json.loads(json_file.read_text()) if json_file.exists() else []
-    key = ("compiler", "model", "optimizer", "accumulate")
-    for name in arguments.models:
-        for optimizer in arguments.optimizers:
-            for accumulate in ACCUMULATED:
-                row = measure(name, optimizer, accumulate, arguments.compiler, arguments.steps)
-                rows = [one for one in rows if any(one[k] != row[k] for k in key)] + [row]
-                print(table([row]).splitlines()[1], flush=True)
-                rows.sort(key=lambda one: (one["compiler"], MODELS.index(one["model"])))
-                title = f"torch {torch.__version__}, Python {platform.python_version()}, CPU, {arguments.steps} steps"
-                file.with_suffix(".txt").write_text(f"{title}\n{table(rows)}\n")
-                json_file.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(any(map(fails, rows)))
+    parsed = parser(__doc__, MODELS)
+    parsed.add_argument("--steps", type=int, default=3)
+    arguments = parsed.parse_args()
+    torch.set_num_threads(1)
+    rows = run("device", arguments, Row, functools.partial(measure, arguments.steps), shown)
+    return int(any(abs(row.off) > ALLOWED or row.is_over for row in rows))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("AUTOREMAT_COST_MODEL", "roofline")
-    os.environ.setdefault("AUTOREMAT_PROGRESS", "0")
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as caches:
         os.environ["AUTOREMAT_CACHE_DIR"] = caches
         sys.exit(main())

@@ -2,37 +2,31 @@
 
     python benchmarks/early_gradients.py                       # uncompiled planned graphs: peaks, times and bits
     python benchmarks/early_gradients.py --compiler inductor   # generated code
-    python benchmarks/early_gradients.py --layers 4 --steps 5  # a quick look, which writes no results
+    python benchmarks/early_gradients.py --layers 4 --steps 5 --output /tmp/early
 
 Each way starts from the same weights and sees the same batches. The peak is that of a later step, above the live bytes at its
 start: gradients, activations and temporaries of the optimizer. The ways take their steps in turn, in rounds that begin with
 another way each. The table has the median seconds of the processor, and the median and the quartiles of the ratio to the first
 way in the same round. It also has the number of planned graphs, and whether all losses and parameters have the bits of the
-first row. A minimum is the smallest budget that has a plan. Written to `benchmarks/results/early_gradients_COMPILER.txt` and
-`.json`.
-`sharded_gradients.py` does the same with sharded weights.
+first row. A minimum is the smallest budget that has a plan.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from harness import measured_peak, mebibytes, parser, percent, table, write
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, find_cause
-from autoremat.basics.units import format_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKENS, VOCABULARY = (1, 64), 1024
 LAYERS, STEPS = 12, 15
 PEAKS = 4
@@ -103,7 +97,7 @@ def per_layer(compiler: str) -> Callable[[TokenLoss], Any]:
     return compile_layers
 
 
-def minimum(compile: Callable[[TokenLoss], Any], layers: int = LAYERS) -> int:
+def minimum(compile: Callable[[TokenLoss], Any], layers: int) -> int:
     """Returns the smallest budget that has a plan. ``compile`` asks for one byte."""
     torch.compiler.reset()
     model = TokenLoss(layers)
@@ -119,13 +113,13 @@ def minimum(compile: Callable[[TokenLoss], Any], layers: int = LAYERS) -> int:
     raise AssertionError("one byte is no budget")
 
 
-def steps_of(ways: list[Way], layers: int = LAYERS, rounds: int = STEPS) -> None:
+def train(ways: list[Way], layers: int, rounds: int) -> None:
     """Trains by all ways in turn, and notes peaks, times and bits."""
     torch.compiler.reset()
     models = [TokenLoss(layers) for _ in ways]
     steps = [way.compile(model) for way, model in zip(ways, models, strict=True)]
     for model in models:
-        step_in_backward(model)  # after compile, which may shard the parameters
+        step_in_backward(model)
     for number in range(2 + rounds):
         tokens = torch.randint(0, VOCABULARY, TOKENS, generator=torch.Generator().manual_seed(number))
         losses = [0.0] * len(ways)
@@ -142,48 +136,32 @@ def steps_of(ways: list[Way], layers: int = LAYERS, rounds: int = STEPS) -> None
         for way, one in zip(ways, losses, strict=True):
             way.same_bits &= one == losses[0]
     for way, model in zip(ways, models, strict=True):
-        pairs = zip(model.parameters(), models[0].parameters(), strict=True)
-        way.same_bits &= all(torch.equal(local(own), local(first)) for own, first in pairs)
+        way.same_bits &= all(map(torch.equal, model.parameters(), models[0].parameters()))
     for way, step in zip(ways, steps, strict=True):
-        peaks = []
-        for _ in range(PEAKS):
-            with autoremat.track_peak("cpu") as peak:
-                step(tokens).backward()
-            peaks.append(peak.bytes)
-        way.peak_bytes = min(peaks)
+        way.peak_bytes = min(measured_peak(lambda step=step: step(tokens).backward()) for _ in range(PEAKS))
 
 
-def local(parameter: Any) -> torch.Tensor:
-    """Returns what this rank has of a parameter."""
-    own: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return own
-
-
-def row_of(way: Way) -> dict[str, Any]:
-    """Returns what was measured."""
-    return {key: value for key, value in asdict(way).items() if key != "compile"}
-
-
-def table(ways: list[Way], compiler: str, layers: int = LAYERS) -> str:
-    """Returns the results as text."""
-    lines = [f"AdamW in the backward of a Llama of {layers} layers, {compiler}, {torch.get_num_threads()} threads", ""]
-    lines += [f"{'way':44} {'graphs':>6} {'budget':>11} {'peak':>11} {'CPU, ms':>7} {'time':>7} {'quartiles':>15}  bits"]
-    for way in ways:
-        ratios = [own / first for own, first in zip(way.seconds, ways[0].seconds, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        budget = "" if way.budget_bytes is None else format_bytes(way.budget_bytes)
-        line = f"{way.name:44} {way.graphs or '':>6} {budget:>11} {format_bytes(way.peak_bytes):>11}"
-        line += f" {1000 * statistics.median(way.seconds):7.1f} {middle:6.1%} {low:6.1%}-{high:6.1%}"
-        lines.append(f"{line}  {'same' if way.same_bits else 'others'}")
-    return "\n".join(lines) + "\n"
+def cells(way: Way, first: Way) -> dict[str, object]:
+    ratios = [own / other for own, other in zip(way.seconds, first.seconds, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "way": way.name,
+        "graphs": way.graphs,
+        "budget": mebibytes(way.budget_bytes),
+        "peak": mebibytes(way.peak_bytes),
+        "processor, ms": f"{1000 * statistics.median(way.seconds):.1f}",
+        "time, %": percent(middle),
+        "quartiles": f"{low:.1%} to {high:.1%}",
+        "bits": "same" if way.same_bits else "others",
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compiler", choices=("aot_eager", "inductor"), default="aot_eager")
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    given = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--compiler", choices=("aot_eager", "inductor"), default="aot_eager")
+    made.add_argument("--layers", type=int, default=LAYERS)
+    made.add_argument("--steps", type=int, default=STEPS)
+    given = made.parse_args()
     compiler: str = given.compiler
     whole = minimum(planned(compiler, memory_budget=1, early_gradients=False), given.layers)
     parts = minimum(planned(compiler, memory_budget=1), given.layers)
@@ -196,14 +174,10 @@ def main() -> None:
         Way("chosen parts, the minimum of 4", planned(compiler, early_gradients="auto", memory_budget=parts), parts),
         Way(f"each layer by {compiler}", per_layer(compiler)),
     ]
-    steps_of(ways, given.layers, given.steps)
-    text = table(ways, compiler, given.layers)
-    print(text)
-    if (given.layers, given.steps) != (LAYERS, STEPS):
-        return
-    results = ROOT / "benchmarks" / "results" / f"early_gradients_{compiler}"
-    results.with_suffix(".txt").write_text(text)
-    results.with_suffix(".json").write_text(json.dumps([row_of(way) for way in ways], indent=1) + "\n")
+    train(ways, given.layers, given.steps)
+    title = f"AdamW in the backward of a Llama of {given.layers} layers, {compiler}; MiB"
+    rows = [{key: value for key, value in asdict(way).items() if key != "compile"} for way in ways]
+    write(f"early_gradients_{compiler}", given.output, [table(title, [cells(way, ways[0]) for way in ways])], rows)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/emulated_card.py
 
 The cells are those of the slow tests (`tests/emulated_cuda/cells.py`). They run in a process of their own, because the card
-must be there before torch is imported. Written to `benchmarks/results/emulated_card.txt` and `.json`. The exit code is 1 if a
-measured peak differs from the replayed one, or is over a budget that holds.
+must be there before torch is imported. The exit code is 1 if a measured peak differs from the replayed one, or is over a budget
+that holds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from harness import ROOT, parser, table, write
+from rich.table import Table
 
 HEAD = """\
 Small models under budgets on the emulated CUDA card of the tests: an H100 whose allocator counts as CUDA's and whose kernels
@@ -29,10 +29,6 @@ for ResNet and experts in 16 bits to plain Inductor: there rounding decides sign
 Budget 0.7: a share of the baseline's peak. Budget "least": one byte, so the smallest plan runs. The same code runs in
 `tests/training/test_emulated_cuda.py`.
 """
-
-COLUMNS = f"{'model':8} {'data type':9} {'budget':>6} {'plan':>8} {'replay':>8} {'measured':>8} {'equal':>5} {'fits':>5}" + (
-    f" {'recomputed':>10} {'to torch':>9} {'to first':>9} {'bits':>5}"
-)
 
 
 def run() -> list[dict[str, Any]]:
@@ -69,35 +65,36 @@ def fits(cell: dict[str, Any]) -> bool | None:
     return cell["measured_bytes"] <= cell["budget_bytes"] if holds else None
 
 
-def row(cell: dict[str, Any]) -> str:
+def cells_of(cell: dict[str, Any]) -> dict[str, object]:
     words = {True: "yes", False: "NO", None: "-"}
-    budget = {None: "none", 1: "least"}.get(cell["budget"], cell["budget"])
-    sizes = " ".join(f"{cell[name] / 1024:8.1f}" for name in ("predicted_bytes", "replayed_bytes", "measured_bytes"))
-    to_torch = "-" if cell["error_to_torch"] is None else f"{cell['error_to_torch']:.1e}"
-    return (
-        f"{cell['model']:8} {cell['data_type']:9} {budget!s:>6} {sizes} {words[agrees(cell)]:>5} {words[fits(cell)]:>5} "
-        f"{cell['recomputed_ops']:10} {to_torch:>9} {cell['error_to_first']:9.1e} {words[cell['has_equal_bits']].lower():>5}"
-    )
+    sizes = {"plan": "predicted_bytes", "replay": "replayed_bytes", "measured": "measured_bytes"}
+    to_torch = cell["error_to_torch"]
+    return {
+        "model": cell["model"],
+        "data type": cell["data_type"],
+        "budget": {None: "none", 1: "least"}.get(cell["budget"], cell["budget"]),
+        **{column: f"{cell[name] / 1024:.1f}" for column, name in sizes.items()},
+        "equal": words[agrees(cell)],
+        "fits": words[fits(cell)],
+        "recomputed": cell["recomputed_ops"],
+        "to torch": "-" if to_torch is None else f"{to_torch:.1e}",
+        "to first": f"{cell['error_to_first']:.1e}",
+        "bits": words[cell["has_equal_bits"]].lower(),
+    }
 
 
-def text(cells: list[dict[str, Any]]) -> str:
-    """Returns the table."""
+def shown(cells: list[dict[str, Any]]) -> list[Table | str]:
     bounded = [cell for cell in cells if fits(cell) is not None]
     totals = (
         f"{sum(map(agrees, cells))} of {len(cells)} measured peaks are the replayed ones to the byte; "
         f"{sum(map(bool, map(fits, bounded)))} of {len(bounded)} are within a budget that holds; "
         f"{sum(cell['has_equal_bits'] for cell in cells)} steps have the gradients of the first to the bit."
     )
-    return "\n".join((HEAD, COLUMNS, *map(row, cells), "", totals, ""))
-
-
-def write(cells: list[dict[str, Any]]) -> None:
-    (RESULTS / "emulated_card.json").write_text(json.dumps(cells, indent=1) + "\n")
-    (RESULTS / "emulated_card.txt").write_text(text(cells))
+    return [HEAD, table("Cells", list(map(cells_of, cells))), totals]
 
 
 if __name__ == "__main__":
+    arguments = parser(__doc__).parse_args()
     found = run()
-    write(found)
-    print(text(found))
+    write("emulated_card", arguments.output, shown(found), found)
     sys.exit(not all(agrees(cell) and fits(cell) is not False for cell in found))

@@ -1,31 +1,36 @@
 """The least peak of a step: the best candidate, what the search finds below it, and the proven bound.
 
-    python benchmarks/least_peak.py              # a few minutes
+    python benchmarks/least_peak.py                    # a few minutes
     python benchmarks/least_peak.py --only gpt2 unet
     python benchmarks/least_peak.py --check            # compares with the stored rows; exits 1 if a peak is higher
+    python benchmarks/least_peak.py --near             # costs of plans near the least peak; about ten minutes
 
 The models are those of ``plan_hashes.py``, planned for an A100 by name, with Inductor's fusion. RL1 and RL2 are random layered
 graphs of one phase, in which any op may run again (``random_layered.py``); the chain is a training step without fusion. Costs
 are the added seconds of the plans as shares of the step, and those after the search buy nothing but the least peak.
+
+With `--near`, plans are made with and without ruin and recreate of their schedules, for the least peak found, and 3 and 10 %
+more. Large models are layers of published ones (``published_tradeoffs.py``), for the cards of their sources.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
+import statistics
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 os.environ["AUTOREMAT_PROGRESS"] = "0"
 
 import plan_hashes
+import published_tradeoffs
 import torch
+from harness import RESULTS, parser, run, stored, table
 from random_layered import WIDTHS, generate
+from rich.table import Table
 
 import autoremat
 from autoremat import Graph
@@ -35,13 +40,24 @@ from autoremat.planner.search.single_phase import bounds_of, split_at, steps_of
 from autoremat.planner.search.work_limit import WorkLimit
 from autoremat.planner.settings import SETTINGS
 
-RESULTS = Path(__file__).resolve().parent / "results" / "least_peak.json"
 DEVICE = "A100-40GB"
 WORK = 10.0
 """The time limit, in seconds, whose work each search gets."""
 
 TOLERANCE = 1.005
 """By which a least peak may exceed the stored one."""
+
+LAYERED = {"RL1": 100, "RL2": 250}
+ABOVE = (0.0, 0.03, 0.1)
+"""Shares of the least peak by which budgets near it exceed it."""
+
+LARGE = {
+    "llama-8b": published_tradeoffs.Step("H100", 4096, 32, 14336, 1, 8192, 4, gated=True, compiler="inductor"),
+    "llama-8b eager": published_tradeoffs.Step("H100", 4096, 32, 14336, 1, 8192, 4, gated=True),
+    "gpt-22b": published_tradeoffs.GPT_22B_SHARD,
+    "bert-large": replace(published_tradeoffs.BERT_LARGE, layers=6),
+}
+NAMES = (*plan_hashes.MODELS, "chain", *LAYERED, *LARGE)
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,19 @@ class Row:
         return self.found_bytes / self.bound_bytes - 1.0
 
 
+@dataclass(frozen=True)
+class Near:
+    """One graph and budget. Costs are shares of the step."""
+
+    name: str
+    ops: int
+    above: float
+    """Share of the least peak by which the budget exceeds it."""
+    before: float
+    found: float
+    bound: float
+
+
 def captured(name: str) -> Graph:
     """Returns the graph of a model's training step."""
     torch._dynamo.reset()
@@ -81,14 +110,21 @@ def captured(name: str) -> Graph:
     return report.plan.graph
 
 
-def graphs() -> Iterator[tuple[str, Graph]]:
-    """Yields the graphs by name."""
-    for name in plan_hashes.MODELS:
-        yield name, captured(name)
-    yield "chain", plan_hashes.chain()
-    for name, ops in (("RL1", 100), ("RL2", 250)):
-        drawn = generate(ops, WIDTHS[ops], seed=0)
-        yield name, Graph.from_dag(drawn.seconds, drawn.sizes, drawn.edges)
+def graph_of(name: str) -> Graph:
+    """Returns the graph of that name, without forms of its values."""
+    if name in LARGE:
+        plan = LARGE[name].reports(memory_budget=1.0).plan
+        assert plan is not None
+        return replace(plan.graph, values=tuple(replace(value, forms=()) for value in plan.graph.values))
+    if name in LAYERED:
+        drawn = generate(LAYERED[name], WIDTHS[LAYERED[name]], seed=0)
+        return Graph.from_dag(drawn.seconds, drawn.sizes, drawn.edges)
+    return plan_hashes.chain() if name == "chain" else captured(name)
+
+
+def measure(name: str) -> Iterator[Row]:
+    graph = graph_of(name)
+    yield (of_one_phase if graph.single_phase else of_step)(name, graph)
 
 
 def of_step(name: str, graph: Graph) -> Row:
@@ -125,51 +161,86 @@ def of_one_phase(name: str, graph: Graph) -> Row:
     )  # fmt: skip
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the rows as text."""
-    head = (
-        f"{'graph':<9}{'ops':>5}{'whole':>11}{'before':>11}{'found':>11}{'less':>7}{'bound':>11}{'before':>11}{'distance':>9}"
-        f"{'cost before':>12}{'found':>7}{'search':>8}{'bound':>7}"
-    )
-    lines = [
-        f"{row.name:<9}{row.ops:>5}{row.whole_bytes:>11}{row.before_bytes:>11}{row.found_bytes:>11}"
-        f"{1 - row.found_bytes / row.before_bytes:>7.1%}{row.bound_bytes:>11}{row.earlier_bound_bytes:>11}{row.distance:>9.2%}"
-        f"{row.cost_before:>12.2f}{row.cost_found:>7.2f}{row.search_seconds:>6.1f} s{row.bound_seconds:>5.2f} s"
-        for row in rows
-    ]
+def near(name: str) -> Iterator[Near]:
+    """Yields the costs of a graph's plans near its least peak."""
+    graph = graph_of(name)
+    lowest = Planner(graph).lowest.peak_bytes
+    for above in ABOVE:
+        budget = int(lowest * (1.0 + above))
+        before, found = Planner(graph).choose(budget), Planner(graph).find(budget)
+        assert before is not None
+        assert found.plan is not None
+        costs = (before.cost_seconds, found.plan.cost_seconds, found.lower_bound_seconds)
+        yield Near(name, len(graph.ops), above, *(seconds / graph.step_seconds for seconds in costs))
+
+
+def cells(row: Row) -> dict[str, object]:
+    return {
+        "graph": row.name,
+        "ops": row.ops,
+        "whole": row.whole_bytes,
+        "before": row.before_bytes,
+        "found": row.found_bytes,
+        "less": f"{1 - row.found_bytes / row.before_bytes:.1%}",
+        "bound": row.bound_bytes,
+        "earlier bound": row.earlier_bound_bytes,
+        "distance": f"{row.distance:.2%}",
+        "cost before": f"{row.cost_before:.2f}",
+        "cost found": f"{row.cost_found:.2f}",
+        "search, s": f"{row.search_seconds:.1f}",
+        "bound, s": f"{row.bound_seconds:.2f}",
+    }
+
+
+def shown(rows: list[Row]) -> list[Table | str]:
     close = sum(row.distance <= 0.03 for row in rows)
-    return "\n".join([head, *lines, f"within 3 % of the bound: {close} of {len(rows)}"]) + "\n"
+    return [table("Least peaks in bytes", list(map(cells, rows))), f"within 3 % of the bound: {close} of {len(rows)}"]
 
 
-def higher(rows: list[Row]) -> int:
+def shown_near(rows: list[Near]) -> list[Table | str]:
+    lines = [
+        {"graph": r.name, "ops": r.ops, "above least": f"{r.above:.0%}"}
+        | {"before": f"{r.before:.1%}", "found": f"{r.found:.1%}", "bound": f"{r.bound:.1%}"}
+        for r in rows
+    ]
+    texts = []
+    for above in ABOVE:
+        gains = [row.before - row.found for row in rows if row.above == above]
+        cheaper = f"cheaper in {sum(gain > 1e-4 for gain in gains)} of {len(gains)}"
+        mean, most = statistics.mean(gains), max(gains)
+        texts.append(f"{above:.0%} above the least peak: {mean:.1%} of the step less on average, at most {most:.1%}; {cheaper}")
+    return [table("Costs near the least peak", lines), *texts]
+
+
+def check(names: list[str]) -> int:
     """Prints the graphs whose least peak is higher than the stored one. Returns 1 if there are any, else 0."""
-    stored = {row["name"]: row["found_bytes"] for row in json.loads(RESULTS.read_text())}
-    worse = [row for row in rows if row.found_bytes > TOLERANCE * stored[row.name]]
-    for row in worse:
-        print(f"{row.name}: {row.found_bytes} bytes, {stored[row.name]} before")
-    print(f"{len(worse)} of {len(rows)} least peaks are higher")
-    return min(len(worse), 1)
+    before = {row.name: row.found_bytes for row in stored("least_peak", RESULTS, Row)}
+    worse = 0
+    for name in names:
+        (row,) = measure(name)
+        print(row, flush=True)
+        if row.found_bytes > TOLERANCE * before[name]:
+            print(f"{name}: {row.found_bytes} bytes, {before[name]} before")
+            worse += 1
+    print(f"{worse} of {len(names)} least peaks are higher")
+    return min(worse, 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=None, help="names of graphs; nothing is stored then")
-    parser.add_argument("--check", action="store_true", help="store nothing; exit 1 if a least peak is higher than stored")
-    arguments = parser.parse_args()
-    chosen = arguments.only
+    made = parser(__doc__, NAMES)
+    made.add_argument("--check", action="store_true", help="store nothing; exit 1 if a least peak is higher than stored")
+    made.add_argument("--near", action="store_true", help="costs of plans near the least peak")
+    arguments = made.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", autoremat.BudgetWarning)
-    rows = []
-    for name, graph in graphs():
-        if chosen is None or name in chosen:
-            rows.append((of_one_phase if graph.single_phase else of_step)(name, graph))
-            print(table(rows[-1:]).splitlines()[1], flush=True)
+    others = ("chain", *LAYERED) if arguments.near else LARGE
+    arguments.only = [name for name in arguments.only if name not in others]
     if arguments.check:
-        sys.exit(higher(rows))
-    if chosen is None:
-        RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        RESULTS.with_suffix(".txt").write_text(table(rows))
-    print(table(rows))
+        sys.exit(check(arguments.only))
+    if arguments.near:
+        run("near_least_peak", arguments, Near, near, shown_near)
+    else:
+        run("least_peak", arguments, Row, measure, shown)
 
 
 if __name__ == "__main__":

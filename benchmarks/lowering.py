@@ -11,14 +11,15 @@ import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import model_zoo
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch import nn
+from harness import ROOT
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
 
 import autoremat
 from autoremat.compiler import compile_loop, peers
@@ -26,10 +27,7 @@ from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.lowering import Lowered as Code
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import BudgetedGraph
-from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.torch_private import inductor_lowering
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import models as test_models  # noqa: E402
 from emulated_cuda.steps import replayed_peaks as replayed_peaks  # noqa: E402
@@ -113,8 +111,6 @@ class Watch:
 
     attempts: list[Attempt] = field(default_factory=list)
     planned: BudgetedGraph | None = None
-    known: ReplayContext = field(default_factory=ReplayContext)
-    """The facts about the graph that the replay of the code needs."""
 
     @property
     def report(self) -> autoremat.Report:
@@ -166,7 +162,7 @@ def watching(kernels: bool) -> Iterator[Watch]:
         try:
             return lower(source, partitioning, identity, decide_or_stop)
         finally:
-            watch.planned, watch.known = partitioning.planned, partitioning.replay_context
+            watch.planned = partitioning.planned
             if watch.planned is not None:
                 report = watch.planned.report
                 planned = report.predicted_peak_bytes + report.code_headroom_bytes
@@ -174,6 +170,11 @@ def watching(kernels: bool) -> Iterator[Watch]:
 
     with unittest.mock.patch.object(compile_loop, "lower", watched):
         yield watch
+
+
+def inductor_alone() -> Callable[[fx.GraphModule, Any], Any]:
+    """Returns plain Inductor as a backend of its own, for which Dynamo takes no code that it has compiled earlier."""
+    return lambda module, inputs: compile_fx(module, inputs)
 
 
 @contextlib.contextmanager
@@ -203,28 +204,3 @@ def lowered(name: str, **options: Any) -> Watch:
     with uncached(), watching(kernels=False) as watch, without_kernels():
         torch.compile(model, backend="autoremat", options=PATIENT | options)(*inputs)
     return watch
-
-
-def smallest(name: str) -> Watch:
-    """Returns the attempts of compiling a model for a budget of one byte by best effort, without kernels."""
-    return lowered(name, memory_budget=1, on_infeasible="best_effort")
-
-
-def plain_peak(name: str, known: ReplayContext, activation_memory_budget: float = 1.0) -> int:
-    """Returns the peak of the code that Inductor alone generates, replayed as ours is, without kernels."""
-    model, inputs = build(name)
-    peaks: dict[bool, int] = {}
-
-    def observe(half: inductor_lowering.LoweredPeak) -> None:
-        peaks[half.is_backward] = half.peak_bytes
-        if len(peaks) == 2:
-            raise Lowered
-
-    with (
-        uncached(),
-        functorch_config.patch(activation_memory_budget=activation_memory_budget),
-        inductor_lowering.observe_lowering(lambda: known, observe),
-        without_kernels(),
-    ):
-        torch.compile(model)(*inputs)
-    return max(peaks.values())

@@ -2,7 +2,6 @@
 
     python benchmarks/offload.py                                  # all models, some minutes each
     python benchmarks/offload.py --only llama-8b/8 gpt2-medium    # plans these again; rows of other models stay
-    python benchmarks/offload.py --full-rate --unfused            # another model of seconds, see below
 
 Models have no weights (meta device) and are planned in bfloat16 for an H100 by name. Saved tensors of at least one MiB may be
 kept on the host, over three links. Budgets are shares of the peak that saves everything. Costs are in % of the step, above
@@ -15,39 +14,27 @@ Beside the planner's choice stand rules of others, each a choice of saved values
 - *largest*: the largest values first, as many as it takes (DeepCompile)
 
 They recompute what the fastest plan recomputes, or nothing, whichever is cheaper.
-
-With `--full-rate`, plans are made for the full rate. With `--unfused`, transfers run beside ops that take their seconds alone,
-although the code generator fuses them. Written to `benchmarks/results/offload.txt` and `.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from rich.console import Console
+from harness import parser, percent, run, table
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoremat.options.options import Options
-from autoremat.planner.cost import durations
-from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.cost.host_link import LATENCY_SECONDS, PLANNED_SHARE, HostLink, host_form
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
 from autoremat.planner.search.placement import place
@@ -55,7 +42,6 @@ from autoremat.planner.search.planner import Planner
 from autoremat.tools.explain import previews
 from autoremat.torch_private import compilers
 
-RESULTS = Path(__file__).resolve().parent / "results"
 DEVICE, LEAST_BYTES, TIME_LIMIT, GIBIBYTE = "H100-80GB", 2**20, 120.0, 2**30
 LINKS = {"PCIe 4": 25e9, "PCIe 5": 50e9, "C2C": 350e9}
 """Rates of each direction in bytes per second."""
@@ -195,42 +181,6 @@ MODELS: dict[str, tuple[Callable[[], Step], tuple[float, ...]]] = {
 """Models and budgets. ``/8`` is the model with 8 layers."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="some of the models")
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="some of the links")
-    parser.add_argument("--budgets", nargs="+", type=float, help="other budgets than those of the models")
-    parser.add_argument("--full-rate", action="store_true", help="plans for the full rate of the links")
-    parser.add_argument("--unfused", action="store_true", help="transfers run beside ops that take their seconds alone")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    stored = arguments.output / "offload.json"
-    rows = [Row(**fields) for fields in json.loads(stored.read_text())] if stored.exists() else []
-    of_kernels = unfused if arguments.unfused else durations._of_kernels
-    with mock.patch.object(durations, "_of_kernels", of_kernels):  # the plans themselves see the other seconds, too
-        for name in arguments.only:
-            build, budgets = MODELS[name]
-            rows, graph = [row for row in rows if row.model != name], captured(build)
-            for row in rows_of(name, graph, arguments.budgets or budgets, arguments.links, arguments.full_rate):
-                rows.append(row)
-                rows.sort(key=lambda row: list(MODELS).index(row.model))
-                write(rows, row, arguments.output)
-
-
-def unfused(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
-    """Returns the seconds of each execution of an op alone, of recomputation, and of the traffic of saved values."""
-    seconds = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
-    traffic, first = traffic_of(graph), dict[int, int]()
-    for position, index in enumerate(schedule.sequence):
-        if first.setdefault(index, position) != position and index < graph.num_forward:
-            seconds[position] = traffic.recompute_seconds[index]
-    for value in schedule.saved(graph):
-        producer = graph.values[value].producer
-        assert producer is not None, "inputs are not saved"
-        seconds[first[producer]] += traffic.saving_seconds[value]
-    return seconds
-
-
 def captured(build: Callable[[], Step]) -> Graph:
     """Returns the largest graph of the step, priced for the device."""
     with torch.device("meta"):
@@ -240,10 +190,9 @@ def captured(build: Callable[[], Step]) -> Graph:
     return max(found, key=lambda graph: len(graph.ops))
 
 
-def with_link(graph: Graph, rate: float, full_rate: bool) -> Graph:
+def with_link(graph: Graph, rate: float) -> Graph:
     """Returns ``graph`` with a form on the host for each large value of the forward that is no output."""
-    faster = 1 / PLANNED_SHARE if full_rate else 1.0
-    link = HostLink(rate * faster, rate * faster, LATENCY_SECONDS * (PLANNED_SHARE if full_rate else 1.0))
+    link = HostLink(rate, rate, LATENCY_SECONDS)
     storable = set(graph.forward_values).difference(graph.forward_outputs, graph.backward_outputs)
     values = [
         replace(value, forms=(host_form(value.bytes, link),)) if number in storable and value.bytes >= LEAST_BYTES else value
@@ -252,8 +201,10 @@ def with_link(graph: Graph, rate: float, full_rate: bool) -> Graph:
     return replace(graph, values=tuple(values))
 
 
-def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str], full_rate: bool) -> Iterator[Row]:
+def measure(name: str) -> Iterator[Row]:
     """Yields the rows of a model."""
+    build, budgets = MODELS[name]
+    graph = captured(build)
     alone = Planner(graph, TIME_LIMIT)
     peak, step = alone.baseline.peak_bytes, graph.step_seconds
     fastest = min(alone.search.unfilled, key=lambda plan: plan.cost_seconds)
@@ -263,8 +214,8 @@ def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str
         begun = time.process_time()
         recomputed = alone.find(budget).plan
         without = time.process_time() - begun
-        for link in links:
-            linked = with_link(graph, LINKS[link], full_rate)
+        for link, rate in LINKS.items():
+            linked = with_link(graph, rate)
             planner = Planner(linked, TIME_LIMIT)
             planner.search.candidates  # noqa: B018 - the other planner has its candidates, too
             begun = time.process_time()
@@ -280,7 +231,7 @@ def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str
                 return None if found is None else (found.cost_seconds - less) / step
 
             faster = 0.0
-            if plan is not None and not full_rate:
+            if plan is not None:
                 faster = plan.stall_seconds - stalls_of(linked, plan.schedule, 1 / PLANNED_SHARE).seconds
             yield Row(
                 name, link, share, share_of(recomputed), *map(share_of, rules), share_of(plan),
@@ -327,43 +278,34 @@ def first_of(grouped: GroupedPlan, ranks: Sequence[float], budget: int) -> Plan 
     return found
 
 
-def table(rows: list[Row]) -> Table:
-    """Returns the table of all rows."""
-    found = Table(title="cost above the fastest plan, in % of the step")
-    columns = ("model", "budget", "link", "recomputation", "offload", "everything", "by layer", "largest", "together")
-    of_plan = (
-        "at full rate",
-        "at least",
-        "on the host, GiB",
-        "stays",
-        "planning, s",
-        "without",
-        "least peak",
-        "without",
-    )
-    for column in (*columns, *of_plan):
-        found.add_column(column, justify="left" if column in ("model", "link") else "right")
-
-    def percent(share: float | None) -> str:
-        return "-" if share is None else f"{100 * share:.2f}"
-
-    for row in rows:
-        rules = (row.offload, row.everything, row.by_layer, row.largest)
-        costs = (row.recomputation, *rules, row.together, row.at_full_rate, row.bound)
-        found.add_row(
-            row.model, f"{row.budget:g}", row.link, *map(percent, costs), f"{row.host_gib:.1f}", str(row.stored),
-            f"{row.seconds:.1f}", f"{row.seconds_without:.1f}", f"{row.least:.3f}", f"{row.least_without:.3f}",
-        )  # fmt: skip
-    return found
+def cells(row: Row) -> dict[str, object]:
+    costs = {
+        "recomputation": row.recomputation,
+        "offload": row.offload,
+        "everything": row.everything,
+        "by layer": row.by_layer,
+        "largest": row.largest,
+        "together": row.together,
+        "at full rate": row.at_full_rate,
+        "at least": row.bound,
+    }
+    return {
+        "model": row.model,
+        "budget": f"{row.budget:g}",
+        "link": row.link,
+        **{name: percent(cost, 2) for name, cost in costs.items()},
+        "on the host, GiB": f"{row.host_gib:.1f}",
+        "stays": row.stored,
+        "planning, s": f"{row.seconds:.1f}",
+        "without": f"{row.seconds_without:.1f}",
+        "least peak": f"{row.least:.3f}",
+        "least without": f"{row.least_without:.3f}",
+    }
 
 
-def write(rows: list[Row], last: Row, folder: Path) -> None:
-    """Writes the rows, and prints the last one."""
-    (folder / "offload.json").write_text(json.dumps(list(map(asdict, rows)), indent=1) + "\n")
-    with (folder / "offload.txt").open("w") as file:
-        Console(file=file, width=230).print(table(rows))
-    Console(width=230).print(table([last]))
+def shown(rows: list[Row]) -> list[Table]:
+    return [table("cost above the fastest plan, in % of the step", list(map(cells, rows)))]
 
 
 if __name__ == "__main__":
-    main()
+    run("offload", parser(__doc__, MODELS).parse_args(), Row, measure, shown)

@@ -1,47 +1,37 @@
 """Hand-made policies against the planner at the same peak: predicted and measured peaks, predicted and measured time.
 
     python benchmarks/policies.py                  # one Llama and one GPT-2 of 12 layers
-    python benchmarks/policies.py --quick          # of 4 layers
+    python benchmarks/policies.py --only llama-4   # a quick look
     python benchmarks/policies.py --inner inductor # compiled; takes as many minutes as there are rows
 
 Each policy is compiled alone and is the plan. Then the planner gets the policy's predicted peak as its budget. Peaks are
 forward and backward above the step's start. *Recomputed* is the recomputation's seconds by the cost model. *Cost* adds the
 traffic of saved tensors; plans are chosen by it. Both are shares of the step without recomputation. Step times are medians over
-rounds in which every row takes one step, and say something only on an idle machine. `load` in the heading is the load average
-of the machine when the run began.
+rounds in which every row takes one step, and say something only on an idle machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
-import os
 import statistics
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import model_zoo
 import torch
 import torch._dynamo.config as dynamo_config
-from model_zoo import MODELS
-from rich.console import Console
+from harness import in_turn, measured_peak, mebibytes, parser, run, table, training_step
 from rich.table import Table
 
 import autoremat
 
-ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("llama", "gpt2")
+MODELS = ("llama-12", "gpt2-12", "llama-4", "gpt2-4")
 SIZES = {"HIDDEN": 256, "BATCH": 4, "LENGTH": 256}
-"""Constants of `model_zoo`, unless it is to be quick: in its own sizes a step is mostly the time of calls."""
+"""Constants of `model_zoo`: in its own sizes a step is mostly the time of calls."""
 
-WARM_STEPS = 2
 TIME_LIMIT = 600.0
 """Seconds that one planning may take: no plan is to depend on how busy the machine is."""
 
@@ -70,130 +60,54 @@ def policies(layers: int) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="models of 4 layers")
-    parser.add_argument("--inner", choices=("aot_eager", "inductor"), default="aot_eager")
-    parser.add_argument("--repeats", type=int, default=11, help="timed steps for each row")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    arguments = parser.parse_args()
-    layers = 4 if arguments.quick else 12
-    for constant, size in ({} if arguments.quick else SIZES).items():
-        setattr(model_zoo, constant, size)
-    dynamo_config.recompile_limit = 1000  # one code object is compiled once for each row
-    dynamo_config.accumulated_recompile_limit = 1000
-    setup = {
-        "torch": torch.__version__,
-        "compiler": arguments.inner,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
-        "timed steps": arguments.repeats,
-    }
-    rows: list[Row] = []
-    for family in FAMILIES:
-        torch._dynamo.reset()
-        gc.collect()
-        rows += Bench(f"{family}-{layers}", arguments.inner, arguments.repeats).rows(layers)
-    write(rows, setup, arguments.output)
-
-
-@dataclass
 class Bench:
     """One model: every row is compiled and measured, then all take steps in turn."""
 
-    name: str
-    inner: str
-    repeats: int
+    def __init__(self, name: str, inner: str) -> None:
+        torch._dynamo.reset()
+        gc.collect()
+        self.name, self.inner = name, inner
+        self.steps: dict[str, Callable[[], None]] = {}
 
-    def __post_init__(self) -> None:
-        self.steps: list[Callable[[], object]] = []
-
-    def rows(self, layers: int) -> list[Row]:
-        rows = []
-        for row in self.untimed_rows(layers):
-            print(f"{row.model} {row.method}: {row.measured_bytes / 2**20:.2f} MiB, cost {row.cost:.1%}", flush=True)
-            rows.append(row)
-        return [replace(row, step_seconds=seconds) for row, seconds in zip(rows, self.timed(), strict=True)]
-
-    def untimed_rows(self, layers: int) -> Iterator[Row]:
-        yield self.measure("no recomputation", save=["*"])
-        for policy in policies(layers):
-            by_hand = self.measure(policy, policy=policy)
-            yield by_hand
-            yield self.measure(f"  planner at {policy}", memory_budget=by_hand.predicted_bytes)
+    def rows(self, repeats: int) -> Iterator[Row]:
+        rows = [self.measure("no recomputation", save=["*"])]
+        for policy in policies(int(self.name.rpartition("-")[2])):
+            rows.append(self.measure(policy, policy=policy))
+            rows.append(self.measure(f"  planner at {policy}", memory_budget=rows[-1].predicted_bytes))
+        samples = in_turn(self.steps, repeats)
+        for row in rows:
+            yield replace(row, step_seconds=statistics.median(samples[row.method]))
 
     def measure(self, method: str, **options: Any) -> Row:
         torch.manual_seed(0)
-        model, inputs = MODELS[self.name]()
-        compiled = torch.compile(
-            model, backend="autoremat", options={"compiler": self.inner, "time_limit": TIME_LIMIT, **options}
-        )
-
-        def step() -> None:
-            model.zero_grad(set_to_none=True)
-            compiled(*inputs).backward()
-
+        model, inputs = model_zoo.MODELS[self.name]()
+        options = {"compiler": self.inner, "time_limit": TIME_LIMIT, **options}
+        step = training_step(model, inputs, backend="autoremat", options=options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", autoremat.ConstraintWarning)
             step()
         notes = [str(w.message) for w in caught if issubclass(w.category, autoremat.ConstraintWarning)]
         report = autoremat.reports()[-1]
-        model.zero_grad(set_to_none=True)
-        with autoremat.track_peak("cpu") as tracker:
-            compiled(*inputs).backward()
-        self.steps.append(step)
+        self.steps[method] = step
         plan = report.plan
         assert plan is not None
         predicted = report.predicted_peak_bytes if report.compiled_peak_bytes is None else report.compiled_peak_bytes
-        return Row(
-            self.name, method, predicted, tracker.bytes, report.saved_bytes, report.recompute_seconds / report.step_seconds,
-            plan.cost_seconds / report.step_seconds, math.nan, "; ".join(notes),
-        )  # fmt: skip
-
-    def timed(self) -> list[float]:
-        """Returns the median seconds of each row's step."""
-        samples: list[list[float]] = [[] for _ in self.steps]
-        for turn in range(WARM_STEPS + self.repeats):
-            for step, seconds in zip(self.steps, samples, strict=True):
-                begin = time.perf_counter()
-                step()
-                if turn >= WARM_STEPS:
-                    seconds.append(time.perf_counter() - begin)
-        return [statistics.median(seconds) for seconds in samples]
+        shares = (report.recompute_seconds / report.step_seconds, plan.cost_seconds / report.step_seconds)
+        peak = measured_peak(step, model)
+        return Row(self.name, method, predicted, peak, report.saved_bytes, *shares, math.nan, "; ".join(notes))
 
 
-def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
-    """Prints the table and writes it to policies.txt and policies.json in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "policies.txt").open("w") as file:
-        for console in (Console(width=120), Console(width=120, file=file)):
-            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
-            for name in dict.fromkeys(row.model for row in rows):
-                console.print(table_of(name, [row for row in rows if row.model == name]))
-            for number, note in enumerate(notes_of(rows), 1):
-                console.print(f"({number}) {note}", highlight=False)
-            console.print(verdict(rows), highlight=False)
-    record = setup | {"rows": [asdict(row) for row in rows]}
-    (folder / "policies.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
-def notes_of(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(row.note for row in rows if row.note))
-
-
-def table_of(name: str, rows: list[Row]) -> Table:
-    table = Table(title=f"{name}: MiB above the step's start; shares of the step", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for column in ("predicted", "measured", "saved", "recomputed", "cost", "step, ms"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        sizes = [f"{size / 2**20:.2f}" for size in (row.predicted_bytes, row.measured_bytes, row.saved_bytes)]
-        mark = f" ({notes_of(rows).index(row.note) + 1})" if row.note else ""
-        table.add_row(
-            row.method + mark, *sizes, f"{row.recomputed:.1%}", f"{row.cost:.1%}", f"{row.step_seconds * 1e3:.1f}"
-        )  # fmt: skip
-    return table
+def cells(row: Row) -> dict[str, str]:
+    return {
+        "method": row.method,
+        "predicted": mebibytes(row.predicted_bytes),
+        "measured": mebibytes(row.measured_bytes),
+        "saved": mebibytes(row.saved_bytes),
+        "recomputed": f"{row.recomputed:.1%}",
+        "cost": f"{row.cost:.1%}",
+        "step, ms": f"{row.step_seconds * 1e3:.1f}",
+        "note": row.note,
+    }
 
 
 def verdict(rows: list[Row]) -> str:
@@ -210,5 +124,25 @@ def verdict(rows: list[Row]) -> str:
     )
 
 
+def shown(rows: list[Row]) -> list[Table | str]:
+    names = dict.fromkeys(row.model for row in rows)
+    title = "MiB above the step's start; shares of the step"
+    tables = [table(f"{name}: {title}", [cells(row) for row in rows if row.model == name]) for name in names]
+    return [*tables, verdict(rows)]
+
+
+def main() -> None:
+    made = parser(__doc__, MODELS)
+    made.set_defaults(only=list(MODELS[:2]))
+    made.add_argument("--inner", choices=("aot_eager", "inductor"), default="aot_eager")
+    made.add_argument("--repeats", type=int, default=11, help="timed steps for each row")
+    arguments = made.parse_args()
+    for constant, size in SIZES.items():
+        setattr(model_zoo, constant, size)
+    dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = 1000  # one code object for all rows
+    setup = {"compiler": arguments.inner, "timed steps": arguments.repeats}
+    run("policies", arguments, Row, lambda name: Bench(name, arguments.inner).rows(arguments.repeats), shown, **setup)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
 """Published trade-offs of memory against time, beside what is predicted for the same models and cards.
 
-    python benchmarks/published_tradeoffs.py                       # the rows that are not stored yet
-    python benchmarks/published_tradeoffs.py --fresh               # all rows, about 15 minutes
-    python benchmarks/published_tradeoffs.py --only "full" "sqrt"  # rows with such names anew
+    python benchmarks/published_tradeoffs.py               # all rows, about 15 minutes
+    python benchmarks/published_tradeoffs.py --resume      # the rows that are not stored yet
+    python benchmarks/published_tradeoffs.py --only sqrt   # this row anew
 
 Each row is a published figure with its source. Models have the published widths, lengths and numbers of layers, on the meta
 device, for a card by name. They run as the source ran them: one kernel for each op, or fused by a compiler. They have no
@@ -10,29 +10,25 @@ vocabulary and no optimizer: the added time is a share of the layers' time.
 
 A row is in range if the predicted share of added time is. A single published figure stands for half to double of it. What
 another planner needs for less memory is the top of a range from nothing; such a row must reach the peak too. A row that is out
-of range states the reason. Written to `benchmarks/results/published_tradeoffs.txt` and `.json`.
+of range states the reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from harness import parser, run, table
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoremat
 
-RESULTS = Path(__file__).resolve().parent / "results" / "published_tradeoffs.txt"
 ROUNDING = 0.02
 """Share of the peak without recomputation by which the peak of a plan may miss the published one."""
 
@@ -262,48 +258,32 @@ def predicted(row: Row) -> tuple[float, float]:
     return slower - 1, found.predicted_peak_bytes / found.baseline_peak_bytes
 
 
-def table_of(lines: list[dict[str, Any]]) -> Table:
-    table = Table("plan", "card", "layers", "published", "predicted", "peak", "in range", "source")
-    for line in lines:
-        published = f"{line['low']:.1%} to {line['high']:.1%}"
-        verdict = "yes" if line["in_range"] else f"no: {line['reason'] or 'see the source'}"
-        facts = (line["name"], line["card"], str(line["layers"]), published, f"{line['added']:.1%}", f"{line['peak']:.0%}")
-        table.add_row(*facts, verdict, line["source"])
-    return table
-
-
-def line_of(row: Row) -> dict[str, Any]:
-    """Returns what is predicted for a row."""
-    began = time.perf_counter()
+def measure(name: str) -> Iterator[dict[str, Any]]:
+    """Yields what is predicted for a row, beside what is published."""
+    row = next(row for row in ROWS if row.name == name)
     added, peak = predicted(row)
-    seconds = time.perf_counter() - began
-    print(f"{row.name:38s} {row.low:6.1%} {row.high:6.1%}  {added:7.2%}  peak {peak:4.0%}  {seconds:4.0f} s", flush=True)
-    return {"name": row.name, "card": row.step.card, "layers": row.step.layers, "added": added, "peak": peak}
+    is_reached = not row.peak or peak <= row.peak + ROUNDING
+    line = {"name": name, "card": row.step.card, "layers": row.step.layers, "added": added, "peak": peak}
+    line |= {key: getattr(row, key) for key in ("source", "low", "high", "reason")}
+    yield line | {"in_range": is_reached and row.low <= added <= row.high}
 
 
-def judged(row: Row, line: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is predicted for a row beside what is published."""
-    facts = {key: getattr(row, key) for key in ("source", "low", "high", "reason")}
-    is_reached = not row.peak or line["peak"] <= row.peak + ROUNDING
-    return line | facts | {"in_range": is_reached and row.low <= line["added"] <= row.high}
+def cells(line: dict[str, Any]) -> dict[str, str]:
+    return {
+        "plan": line["name"],
+        "card": line["card"],
+        "layers": line["layers"],
+        "published": f"{line['low']:.1%} to {line['high']:.1%}",
+        "predicted": f"{line['added']:.1%}",
+        "peak": f"{line['peak']:.0%}",
+        "in range": "yes" if line["in_range"] else f"no: {line['reason'] or 'see the source'}",
+        "source": line["source"],
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=(), help="parts of the names of rows that are planned anew")
-    parser.add_argument("--fresh", action="store_true", help="plan all rows anew")
-    arguments = parser.parse_args()
-    as_json = RESULTS.with_suffix(".json")
-    stored = json.loads(as_json.read_text()) if as_json.exists() and not arguments.fresh else []
-    known = {line["name"]: line for line in stored if not any(part in line["name"] for part in arguments.only)}
-    for row in ROWS:
-        if row.name not in known:
-            known[row.name] = line_of(row)
-        known[row.name] = judged(row, known[row.name])
-        as_json.write_text(json.dumps([known[r.name] for r in ROWS if r.name in known], indent=1) + "\n")
-    with RESULTS.open("w") as file:
-        Console(file=file, width=200).print(table_of([known[row.name] for row in ROWS]))
+def shown(lines: list[dict[str, Any]]) -> list[Table]:
+    return [table("Added time, as a share of the step", list(map(cells, lines)))]
 
 
 if __name__ == "__main__":
-    main()
+    run("published_tradeoffs", parser(__doc__, (row.name for row in ROWS)).parse_args(), dict, measure, shown)

@@ -1,49 +1,39 @@
 """Peak memory and step time of the demo's model: torch's activation budget, checkpointing of each layer, and autoremat.
 
     python benchmarks/rivals.py            # about a quarter of an hour on two idle cores
-    python benchmarks/rivals.py --layers 4 --rounds 1 --repeats 3 --output /tmp/rivals
+    python benchmarks/rivals.py --layers 4 --rounds 3 --output /tmp/rivals
 
-A step is forward and backward. Every method must hold the parameter gradients at the end, so peaks are also given
-above them. Step times say something only on an idle machine: a busy core slows all of them many times over. The speed
-of an idle machine drifts within minutes, so every round measures all methods again.
+A step is forward and backward. Every method must hold the parameter gradients at the end, so peaks are also given above them.
+All methods run in turn, because the speed of an idle machine drifts within minutes. Step times say something only there: a
+busy core slows all of them many times over.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import gc
-import json
-import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from typing import Any
 
-import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
-from rich.console import Console
-from rich.table import Table
-from torch._dynamo.exc import BackendCompilerFailed
+from harness import ROOT, in_turn, measured_peak, mebibytes, parser, table, training_step, write
+from lowering import inductor_alone
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible, find_cause
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 import demo_model  # noqa: E402
 
-TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(9, -1, -1))
-"""Below 1, which is torch's default and Inductor alone."""
+TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, -1, -1))
+"""1 is torch's default and Inductor alone."""
 
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.35, 0.3, 0.25)
 """autoremat's budgets as shares of the peak of Inductor alone; the last two may not be feasible."""
 
 MARGIN_OF_MINIMUM = 1.02
-WARM_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -53,150 +43,93 @@ class Row:
     method: str
     peak_bytes: int
     peak_above_gradients_bytes: int
-    seconds: tuple[float, ...]
+    seconds: list[float]
     """Of each timed step."""
-    step_seconds: float
-    """Their median."""
-    loss: float
     budget_bytes: int | None = None
     predicted_bytes: int | None = None
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=demo_model.FULL.layers)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds over all methods")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps for each method in a round")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    arguments = parser.parse_args()
-    size = demo_model.CUDA if arguments.device == "cuda" else demo_model.FULL
-    bench = Bench(replace(size, layers=arguments.layers), arguments.device, arguments.repeats)
-    rows: dict[str, Row] = {}
-    for _ in range(arguments.rounds):
-        for row in bench.rows():
-            print(f"{row.method}: peak {row.peak_bytes / 2**20:.1f} MiB, step {row.step_seconds:.3f} s", flush=True)
-            rows[row.method] = joined(rows[row.method], row) if row.method in rows else row
-    write(list(rows.values()), bench, arguments.output)
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds)
 
 
-def joined(first: Row, later: Row) -> Row:
-    """Returns the row of a method that was measured in two rounds."""
-    seconds = first.seconds + later.seconds
-    peaks = {name: max(getattr(first, name), getattr(later, name)) for name in ("peak_bytes", "peak_above_gradients_bytes")}
-    return replace(first, seconds=seconds, step_seconds=statistics.median(seconds), **peaks)
-
-
-@dataclass(frozen=True)
 class Bench:
-    """The model, the device, and the number of timed steps in a round."""
+    """The methods: each has compiled a model of its own with the same weights."""
 
-    size: demo_model.ModelSize
-    device: str
-    repeats: int
+    def __init__(self, size: demo_model.ModelSize, device: str) -> None:
+        self.size, self.device = size, device
+        (self.batch,) = demo_model.token_batches(size, 1, device)
+        self.steps: dict[str, Callable[[], None]] = {}
+        self.rows: list[Row] = []
 
-    def rows(self) -> Iterator[Row]:
-        """Yields the row of every method in turn. Each method compiles a fresh model with the same weights."""
-        plain = self.measure("torch budget 1")
-        yield plain
-        for budget in TORCH_BUDGETS:
-            with functorch_config.patch(activation_memory_budget=budget):
-                yield self.measure(f"torch budget {budget:g}")
-        yield self.measure("checkpoint each layer", checkpoint=True)
-        for share in SHARES:
-            yield from self.budgeted(f"autoremat {share:.0%} of torch's at 1", int(plain.peak_bytes * share))
-        yield from self.budgeted("autoremat, smallest + 2 %", int(self.smallest_peak * MARGIN_OF_MINIMUM))
-
-    @cached_property
-    def smallest_peak(self) -> int:
-        """Bytes of the minimum peak found."""
-        (batch,) = demo_model.token_batches(self.size, 1, self.device)
-        return demo_model.smallest_peak(self.size, batch)
-
-    def budgeted(self, method: str, budget: int) -> Iterator[Row]:
-        """Yields one row; none, and prints a line, if there is no plan for `budget` bytes."""
-        try:
-            yield self.measure(method, budget=budget)
-        except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, BudgetInfeasible):
-                raise
-            print(f"{method}: infeasible, the smallest peak is {error.inner_exception.minimum_bytes / 2**20:.1f} MiB")
-
-    def measure(self, method: str, *, budget: int | None = None, checkpoint: bool = False) -> Row:
-        torch._dynamo.reset()
-        gc.collect()
+    def add(self, method: str, checkpoint: bool = False, budget: int | None = None, **options: Any) -> None:
+        """Compiles a method and measures its peak. Prints a line if there is no plan for ``budget``."""
         model = demo_model.build_model(self.size, device=self.device)
         if checkpoint:
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # of new and of earlier transformers
             enable = next(getattr(model.model, name) for name in names if hasattr(model.model, name))
             enable({"use_reentrant": False})
-        compiled = torch.compile(model)
-        if budget is not None:
-            compiled = torch.compile(model, backend="autoremat", options={"memory_budget": budget})
-        (batch,) = demo_model.token_batches(self.size, 1, self.device)
-        tracker = autoremat.track_peak(self.device)
-        seconds = []
-        for step in range(1 + WARM_STEPS + self.repeats):
-            model.zero_grad(set_to_none=True)
-            begin = time.perf_counter()
-            with tracker if step == WARM_STEPS else contextlib.nullcontext():
-                loss = compiled(batch)
-                loss.backward()
-            final_loss = loss.item()  # waits for the device
-            seconds.append(time.perf_counter() - begin)
-            del loss
+        step = training_step(model, (self.batch,), **options or {"backend": inductor_alone()})
+        try:
+            for _ in range(2):
+                step()
+        except Exception as error:
+            if (infeasible := find_cause(error, BudgetInfeasible)) is None:
+                raise
+            print(f"{method}: infeasible, the smallest peak is {mebibytes(infeasible.minimum_bytes)} MiB")
+            return
+        predicted = autoremat.reports()[-1].compiled_peak_bytes if options else None
+        peak = measured_peak(step, model, device=self.device)
         gradients = sum(parameter.grad.untyped_storage().nbytes() for parameter in model.parameters())
-        return Row(
-            method=method,
-            peak_bytes=tracker.bytes,
-            peak_above_gradients_bytes=tracker.bytes - gradients,
-            seconds=tuple(seconds[1 + WARM_STEPS :]),
-            step_seconds=statistics.median(seconds[1 + WARM_STEPS :]),
-            loss=final_loss,
-            budget_bytes=budget,
-            predicted_bytes=None if budget is None else autoremat.reports()[-1].compiled_peak_bytes,
-        )
+        self.steps[method] = step
+        self.rows.append(Row(method, peak, peak - gradients, [], budget, predicted))
+        print(self.rows[-1], flush=True)
+
+    def add_all(self) -> None:
+        for budget in TORCH_BUDGETS:
+            with functorch_config.patch(activation_memory_budget=budget):
+                self.add(f"torch budget {budget:g}")
+        self.add("checkpoint each layer", checkpoint=True)
+        plain = self.rows[0].peak_bytes
+        budgets = {f"autoremat {share:.0%} of torch's at 1": int(plain * share) for share in SHARES}
+        smallest = demo_model.smallest_peak(self.size, self.batch)
+        budgets["autoremat, smallest + 2 %"] = int(smallest * MARGIN_OF_MINIMUM)
+        for method, budget in budgets.items():
+            self.add(method, budget=budget, backend="autoremat", options={"memory_budget": budget})
 
 
-def lowest(rows: list[Row], prefix: str) -> int:
-    return min(row.peak_above_gradients_bytes for row in rows if row.method.startswith(prefix))
+def cells(row: Row, first: Row) -> dict[str, str]:
+    sizes = (row.budget_bytes, row.predicted_bytes, row.peak_bytes, row.peak_above_gradients_bytes)
+    names = ("budget", "predicted", "peak", "above gradients")
+    seconds = {"step, s": f"{row.step_seconds:.3f}", "to first, x": f"{row.step_seconds / first.step_seconds:.2f}"}
+    return {"method": row.method, **dict(zip(names, map(mebibytes, sizes), strict=True)), **seconds}
 
 
-def write(rows: list[Row], bench: Bench, folder: Path) -> None:
-    """Prints the table and the ratios, and writes them to rivals.txt and rivals.json in `folder`."""
-    ours, theirs, checkpoint = (lowest(rows, prefix) for prefix in ("autoremat", "torch", "checkpoint"))
-    ratios = {"ours lowest / torch's lowest": ours / theirs, "ours lowest / per-layer checkpoint": ours / checkpoint}
-    setup = {
-        "torch": torch.__version__,
-        "device": bench.device,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "size": asdict(bench.size) | {"dtype": str(bench.size.dtype)},
-        "timed steps": len(rows[0].seconds),
-    }
-    table = Table(title="Forward and backward, MiB above the step's start")
-    table.add_column("method", no_wrap=True)
-    for column in ("budget", "predicted", "peak", "above gradients", "step, s", "to first, x"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        mebibytes = ["" if count is None else f"{count / 2**20:.2f}" for count in (row.budget_bytes, row.predicted_bytes)]
-        table.add_row(
-            row.method,
-            *mebibytes,
-            f"{row.peak_bytes / 2**20:.2f}",
-            f"{row.peak_above_gradients_bytes / 2**20:.2f}",
-            f"{row.step_seconds:.3f}",
-            f"{row.step_seconds / rows[0].step_seconds:.2f}",
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rivals.txt").open("w") as file:
-        for console in (Console(width=120), Console(width=120, file=file)):
-            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
-            console.print(table)
-            for name, ratio in ratios.items():
-                console.print(f"{name}, peaks above the parameter gradients: {ratio:.3f}", highlight=False)
-    record = setup | {"ratios": ratios, "rows": [asdict(row) for row in rows]}
-    (folder / "rivals.json").write_text(json.dumps(record, indent=2) + "\n")
+def ratio(rows: list[Row], other: str) -> float:
+    """Returns our lowest peak above the gradients over the lowest of another kind of method."""
+    ours, theirs = (
+        min(row.peak_above_gradients_bytes for row in rows if row.method.startswith(kind)) for kind in ("autoremat", other)
+    )
+    return ours / theirs
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--layers", type=int, default=demo_model.FULL.layers)
+    made.add_argument("--rounds", type=int, default=15, help="timed steps of each method")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = made.parse_args()
+    dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = 10_000  # each method compiles one code object
+    size = demo_model.CUDA if arguments.device == "cuda" else demo_model.FULL
+    bench = Bench(replace(size, layers=arguments.layers), arguments.device)
+    bench.add_all()
+    seconds = in_turn(bench.steps, arguments.rounds)
+    rows = [replace(row, seconds=seconds[row.method]) for row in bench.rows]
+    shown = [table("Forward and backward, MiB above the step's start", [cells(row, rows[0]) for row in rows])]
+    for other in ("torch", "checkpoint"):
+        shown.append(f"ours lowest / {other}'s lowest, peaks above the parameter gradients: {ratio(rows, other):.3f}")
+    size = asdict(bench.size) | {"dtype": str(bench.size.dtype)}
+    write("rivals", arguments.output, shown, rows, device=bench.device, size=size, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

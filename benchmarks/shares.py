@@ -2,7 +2,7 @@
 
     python benchmarks/shares.py                          # twelve models, shares of 0.9, 0.7 and 0.5
     python benchmarks/shares.py --resume                 # goes on from the rows that are there
-    python benchmarks/shares.py --models gpt2 --shares 0.7
+    python benchmarks/shares.py --only gpt2
 
 A cell is *over* if the measured peak exceeds the share of plain Inductor's measured peak by more than two points and no warning
 names the least share. A reference is *off* if it differs from that peak by more than three per cent. Peaks are the same on a
@@ -11,31 +11,24 @@ busy machine as on an idle one.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import model_zoo
 import torch
-from lowering import PATIENT, ROOT
-from rich.console import Console
+from harness import measured_peak, mebibytes, parser, run, table, training_step
+from lowering import PATIENT
+from model_zoo import Built
 from rich.table import Table
 from torch import nn
 
 import autoremat
 
-Built = tuple[nn.Module, tuple[torch.Tensor, ...]]
 SHARES = (0.9, 0.7, 0.5)
 TOLERANCE, OFF = 0.02, 0.03
-STEPS = 2
-"""Steps of which the last is measured: the first one compiles."""
-
-RESULTS = ROOT / "benchmarks" / "results"
-MIB = 2**20
 
 
 def experts() -> Built:
@@ -107,18 +100,14 @@ def measured(name: str, backend: str, options: dict[str, Any] | None) -> int:
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, inputs = MODELS[name]()
-    model.train()
-    compiled = torch.compile(model, backend=backend, options=options)
-    for _ in range(STEPS):
-        model.zero_grad(set_to_none=True)
-        with autoremat.track_peak() as peak:
-            compiled(*inputs).backward()
-    return peak.bytes
+    step = training_step(model.train(), inputs, backend=backend, options=options)
+    step()
+    return measured_peak(step, model)
 
 
-def rows_of(name: str, shares: list[float]) -> Iterator[Row]:
+def measure(name: str) -> Iterator[Row]:
     plain = measured(name, "inductor", None)
-    for share in shares:
+    for share in SHARES:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", autoremat.BudgetWarning)
             ours = measured(name, "autoremat", PATIENT | {"memory_budget": share, "cost_model": "roofline"})
@@ -129,47 +118,27 @@ def rows_of(name: str, shares: list[float]) -> Iterator[Row]:
         yield Row(name, share, plain, *reference, report.budget_bytes or 0, ours, least)
 
 
-def write(rows: list[Row]) -> None:
-    """Writes the rows as JSON and as a table."""
-    rows = sorted(rows, key=lambda row: ([*MODELS].index(row.model), -row.share))
-    (RESULTS / "shares.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    table = Table(title="Peaks of forward and backward, MiB above the step's start")
-    columns = ("model", "share", "Inductor alone", "reference", "off by", "of", "budget", "measured", "ratio", "share + 2 %")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number in (0, 5, 9) else "right")
-    for row in rows:
-        held = "NO" if row.is_over else "held" if row.least_share is None else f"least share {row.least_share:g}"
-        table.add_row(
-            row.model, f"{row.share:g}", f"{row.plain_bytes / MIB:.2f}", f"{row.reference_bytes / MIB:.2f}",
-            f"{row.excess:+.1%}", row.reference_source, f"{row.budget_bytes / MIB:.2f}", f"{row.measured_bytes / MIB:.2f}",
-            f"{row.ratio:.3f}", held,
-        )  # fmt: skip
+def cells(row: Row) -> dict[str, str]:
+    return {
+        "model": row.model,
+        "share": f"{row.share:g}",
+        "Inductor alone": mebibytes(row.plain_bytes),
+        "reference": mebibytes(row.reference_bytes),
+        "off by": f"{row.excess:+.1%}",
+        "of": row.reference_source,
+        "budget": mebibytes(row.budget_bytes),
+        "measured": mebibytes(row.measured_bytes),
+        "ratio": f"{row.ratio:.3f}",
+        "share + 2 %": "NO" if row.is_over else "held" if row.least_share is None else f"least share {row.least_share:g}",
+    }
+
+
+def shown(rows: list[Row]) -> list[Table | str]:
     feasible, off = [row for row in rows if row.least_share is None], [row for row in rows if abs(row.excess) > OFF]
-    with (RESULTS / "shares.txt").open("w") as file:
-        console = Console(file=file, width=150)
-        console.print(f"torch: {torch.__version__}, threads: {torch.get_num_threads()}")
-        console.print(table)
-        console.print(
-            f"{len(feasible)} of {len(rows)} cells are feasible, {sum(row.is_over for row in rows)} are over. "
-            f"{len(off)} references are off by more than {OFF:.0%}."
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=MODELS)
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    path = RESULTS / "shares.json"
-    rows = [Row(**row) for row in json.loads(path.read_text())] if arguments.resume and path.exists() else []
-    for name in arguments.models:
-        missing = [share for share in arguments.shares if (name, share) not in {(row.model, row.share) for row in rows}]
-        for row in rows_of(name, missing) if missing else ():
-            rows.append(row)
-            write(rows)
-            print(row, flush=True)
+    verdict = f"{len(feasible)} of {len(rows)} cells are feasible, {sum(row.is_over for row in rows)} are over. "
+    verdict += f"{len(off)} references are off by more than {OFF:.0%}."
+    return [table("Peaks of forward and backward, MiB above the step's start", list(map(cells, rows))), verdict]
 
 
 if __name__ == "__main__":
-    main()
+    run("shares", parser(__doc__, MODELS).parse_args(), Row, measure, shown)

@@ -4,26 +4,23 @@
 
 Twelve blocks of a language model on a CPU, the planned graphs uncompiled: with five graph breaks, and compiled one by one. For
 each budget the peak that the step profile predicts, the measured peak, and the measured peak if every graph has the budget
-for itself. Written to `benchmarks/results/steps.txt` and `.json`.
+for itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from harness import measured_peak, mebibytes, parser, run, table
+from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.basics.units import format_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
 EAGER = {"compiler": "aot_eager"}
 WIDTH, VOCABULARY = 64, 256
 SHARES = (1.0, 0.8, 0.6, 0.4)
@@ -90,54 +87,42 @@ def measured(model: Model, build: Callable[..., Any], tokens: torch.Tensor, budg
         step(tokens).backward()
     except torch._dynamo.exc.BackendCompilerFailed:
         return None
+    peak = measured_peak(lambda: step(tokens).backward(), model)
     model.zero_grad(set_to_none=True)
-    with autoremat.track_peak("cpu") as peak:
-        step(tokens).backward()
-    model.zero_grad(set_to_none=True)
-    return peak.bytes
+    return peak
 
 
-def rows(name: str, build: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Returns a row for each budget: shares of the step's peak without recomputation, and the least."""
+BUILDERS = {"5 breaks": broken, "12 blocks": regional}
+
+
+def measure(name: str) -> Iterator[dict[str, Any]]:
+    """Yields a row for each budget: shares of the step's peak without recomputation, and the least."""
     torch.manual_seed(0)
-    model, tokens = Model(), torch.randint(0, VOCABULARY, (4, 128))
+    build, model, tokens = BUILDERS[name], Model(), torch.randint(0, VOCABULARY, (4, 128))
     build(model, None)
     found = autoremat.profile_step(model, tokens, memory_budget=None, options=EAGER)
-    result = []
     for share in (*SHARES, found.minimum_peak_bytes / found.baseline_peak_bytes):
         profile = found.within(max(int(share * found.baseline_peak_bytes), found.minimum_peak_bytes))
-        result.append(
-            {
-                "graphs": name,
-                "share": share,
-                "budget": profile.budget_bytes,
-                "predicted": profile.peak_bytes,
-                "measured": measured(model, build, tokens, profile),
-                "each for itself": measured(model, build, tokens, profile.budget_bytes),
-                "added_seconds": profile.added_seconds,
-            }
-        )
-    return result
+        peaks = {
+            "budget": profile.budget_bytes,
+            "predicted": profile.peak_bytes,
+            "measured": measured(model, build, tokens, profile),
+            "each for itself": measured(model, build, tokens, profile.budget_bytes),
+        }
+        yield {"graphs": name, "share": share} | peaks | {"added_seconds": profile.added_seconds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    found = rows("5 breaks", broken) + rows("12 blocks", regional)
+def shown(rows: list[dict[str, Any]]) -> list[Table]:
     columns = ("budget", "predicted", "measured", "each for itself")
-    lines = [f"{'graphs':<10} {'share':>6}" + "".join(f" {column:>16}" for column in columns)]
-    for row in found:
-        figures = ("does not fit" if row[column] is None else format_bytes(row[column]) for column in columns)
-        lines.append(f"{row['graphs']:<10} {row['share']:>6.0%}" + "".join(f" {figure:>16}" for figure in figures))
-    text = "\n".join(lines) + "\n"
-    print(text)
-    (arguments.output / "steps.txt").write_text(text)
-    (arguments.output / "steps.json").write_text(json.dumps(found, indent=2) + "\n")
-    if any(row["measured"] is None or row["measured"] > row["budget"] for row in found):
-        raise SystemExit("a measured peak is over its budget")
+    lines = [
+        {"graphs": row["graphs"], "share": f"{row['share']:.0%}"} | {column: mebibytes(row[column]) for column in columns}
+        for row in rows
+    ]
+    return [table("Peaks of the step, MiB", lines)]
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    rows = run("steps", parser(__doc__, BUILDERS).parse_args(), dict, measure, shown)
+    if any(row["measured"] is None or row["measured"] > row["budget"] for row in rows):
+        raise SystemExit("a measured peak is over its budget")

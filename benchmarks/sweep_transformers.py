@@ -13,9 +13,7 @@ process of its own, which is ended after `--seconds`.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import multiprocessing
 import os
 import random
@@ -26,18 +24,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import transformers
+from harness import parser, stored, write
 from shrinking import LEVELS, shrunk
-from sweeping import FAILED, OK, SKIPPED, SMALLEST, Late, Numbers, Row, Step, first_line, judge, limited, write
+from sweep_ops import FAILED, OK, SKIPPED, Late, Numbers, Row, Step, first_line, judge, limited, shown
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
 MEMORY_LIMIT = 8 * 2**30
 GRACE = 30
@@ -68,41 +65,24 @@ class Unbuildable(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="families, exactly")
-    parser.add_argument("--every", type=int, default=1, help="only every n-th case, for a first look")
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument("--only", nargs="+", default=[], help="families, exactly")
+    made.add_argument("--every", type=int, default=1, help="only every n-th case, for a first look")
+    made.add_argument(
         "--resume", action="store_true", help="keep the output folder's rows; run what is chosen and not ok there"
     )
-    parser.add_argument("--budget", type=float, default=None, help="a share, in place of the smallest feasible budget")
-    parser.add_argument("--seconds", type=int, default=240, help="limit for each case")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    arguments = parser.parse_args()
-    begin = time.perf_counter()
+    made.add_argument("--seconds", type=int, default=240, help="limit for each case")
+    made.add_argument("--jobs", type=int, default=os.cpu_count())
+    arguments = made.parse_args()
     everything = list(cases())
     chosen = [case for case in everything if not arguments.only or case.family in arguments.only][:: arguments.every]
-    options = SMALLEST if arguments.budget is None else SMALLEST | {"memory_budget": arguments.budget}
-    kept = earlier(arguments.output) if arguments.resume else {}
+    kept = {row.name: row for row in stored("sweep_transformers", arguments.output, Row)} if arguments.resume else {}
     chosen = [case for case in chosen if case.name not in kept or kept[case.name].result != OK]
-    rows = [row for row in kept.values() if row.name not in {case.name for case in chosen}]
-    before = len(rows)
-    for row in in_processes(chosen, options, arguments.seconds, arguments.jobs):
+    for row in in_processes(chosen, arguments.seconds, arguments.jobs):
         print(f"{row.name}: {row.result} {row.graphs} {row.recomputed} {row.seconds} {row.reason} {row.note}", flush=True)
-        rows.append(row)
-    setup = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "budget": arguments.budget or "smallest feasible",
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "rows kept from earlier runs": before,
-        "minutes of this run": round((time.perf_counter() - begin) / 60, 1),
-    }
-    order = {case.name: index for index, case in enumerate(everything)}
-    rows.sort(key=lambda row: order[row.name])
-    title = "Model families of transformers under a budget, inner aot_eager"
-    write(title, "sweep_transformers", rows, setup, arguments.output)
+        kept[row.name] = row
+    rows = [kept[case.name] for case in everything if case.name in kept]
+    write("sweep_transformers", arguments.output, shown(rows), rows, transformers=transformers.__version__)
 
 
 def cases() -> Iterator[Case]:
@@ -119,16 +99,10 @@ def cases() -> Iterator[Case]:
             families.add(family)
 
 
-def earlier(folder: Path) -> dict[str, Row]:
-    """Returns the rows of an earlier run."""
-    rows = (Row(**row) for row in json.loads((folder / "sweep_transformers.json").read_text())["rows"])
-    return {row.name: row for row in rows}
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def in_processes(chosen: list[Case], options: dict[str, Any], seconds: int, jobs: int) -> Iterator[Row]:
+def in_processes(chosen: list[Case], seconds: int, jobs: int) -> Iterator[Row]:
     """Yields the row of each case as it ends. A crash or a hang is its case's result."""
     context = multiprocessing.get_context("fork")
     waiting = iter(chosen)
@@ -136,7 +110,7 @@ def in_processes(chosen: list[Case], options: dict[str, Any], seconds: int, jobs
     while True:
         while len(running) < jobs and (case := next(waiting, None)) is not None:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(case, options, seconds, theirs))
+            process = context.Process(target=work, args=(case, seconds, theirs))
             process.start()
             theirs.close()
             running[ours] = (case, process, time.monotonic() + seconds + GRACE)
@@ -165,7 +139,7 @@ def received(connection: Connection, case: Case, process: BaseProcess) -> Row:
     return row
 
 
-def work(case: Case, options: dict[str, Any], seconds: int, results: Connection) -> None:
+def work(case: Case, seconds: int, results: Connection) -> None:
     """Judges a case in a process of its own and sends its row."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     torch.set_num_threads(1)
@@ -175,7 +149,7 @@ def work(case: Case, options: dict[str, Any], seconds: int, results: Connection)
     begin = time.perf_counter()
     try:
         with limited(seconds):
-            row = examine(case, options, progress)
+            row = examine(case, progress)
     except Late as late:
         row = Row(case.name, FAILED if "autoremat" in progress[-1] else SKIPPED, f"{late}, {progress[-1]}")
     except Unbuildable as error:
@@ -186,7 +160,7 @@ def work(case: Case, options: dict[str, Any], seconds: int, results: Connection)
 # -- one case ----------------------------------------------------------------------------------------------------------
 
 
-def examine(case: Case, options: dict[str, Any], progress: list[str]) -> Row:
+def examine(case: Case, progress: list[str]) -> Row:
     """Returns the row of the case's model, built at the first level of shrinking at which it runs."""
     model, batch = built(case)
     step = training_step(model, batch)
@@ -196,7 +170,7 @@ def examine(case: Case, options: dict[str, Any], progress: list[str]) -> Row:
         progress.append(next(stages))
         return step(compile)
 
-    return judge(case.name, counted, options)
+    return judge(case.name, counted)
 
 
 def built(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

@@ -9,16 +9,13 @@ in 32 bits, with the largest difference of a gradient from that of the untiled s
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import warnings
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
+from harness import measured_peak, mebibytes, parser, run, table
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,11 +23,11 @@ from torch.nn import functional as F
 import autoremat
 from autoremat.basics.errors import BudgetWarning
 
-ROOT = Path(__file__).resolve().parent.parent
 CARD = "H100-80GB"
 LLAMA, LLAMA_TOKENS = (4096, 14336), (8192, 32768, 131072)
 SMALL, SMALL_TOKENS = (128, 448), 4096
 TILES = (1, 4, 16)
+SMALL_TILES = (1, 8)
 
 
 class LlamaMLP(nn.Module):
@@ -49,30 +46,23 @@ class LlamaMLP(nn.Module):
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One number of tiles at one length, by simulator and cost model. Bytes exclude weights and the input."""
+class Row:
+    """One number of tiles, at the least peak that its plans reach.
 
-    tokens: int
+    By name, bytes exclude weights and the input, and seconds are those of forward and backward by the cost model.
+    """
+
+    case: str
+    """The number of tokens, or the compiler of a step that runs."""
     tiles: int
-    whole_peak_bytes: int
-    """Without recomputation."""
-    least_peak_bytes: int
-    seconds: float
-    """Forward and backward without recomputation."""
-    least_seconds: float
-    """Forward and backward at the least peak."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One number of tiles under one compiler, at the least peak that its plans reach."""
-
-    compiler: str
-    tiles: int
-    stretches: int
     simulated_bytes: int
-    measured_bytes: int
-    gradient_difference: float
+    whole_bytes: int | None = None
+    """Without recomputation."""
+    seconds: float | None = None
+    """Without recomputation."""
+    least_seconds: float | None = None
+    measured_bytes: int | None = None
+    gradient_difference: float | None = None
 
 
 def options(tiles: int, **more: Any) -> dict[str, Any]:
@@ -82,100 +72,79 @@ def options(tiles: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def planned(tokens: int, tiles: int) -> Planned:
-    with torch.device("meta"):
-        model = LlamaMLP(*LLAMA).bfloat16()
-        x = torch.empty(1, tokens, LLAMA[0], dtype=torch.bfloat16, requires_grad=True)
-    report = autoremat.explain(model, x, options=options(tiles), device=CARD)
-    seconds = report.step_seconds
-    return Planned(
-        tokens, tiles, report.baseline_peak_bytes, report.minimum_peak_bytes, seconds, seconds + report.recompute_seconds
-    )
+def planned(tokens: str) -> Iterator[Row]:
+    for tiles in TILES:
+        with torch.device("meta"):
+            model = LlamaMLP(*LLAMA).bfloat16()
+            x = torch.empty(1, int(tokens), LLAMA[0], dtype=torch.bfloat16, requires_grad=True)
+        report = autoremat.explain(model, x, options=options(tiles), device=CARD)
+        seconds = report.step_seconds
+        peaks = (report.minimum_peak_bytes, report.baseline_peak_bytes)
+        yield Row(tokens, tiles, *peaks, seconds, seconds + report.recompute_seconds)
 
 
-def measured(compiler: str) -> list[Measured]:
+def measured(compiler: str) -> Iterator[Row]:
     torch.manual_seed(0)
     model, x = LlamaMLP(*SMALL), torch.randn(2, SMALL_TOKENS // 2, SMALL[0], requires_grad=True)
     tangent = torch.randn_like(x)
-    found: list[Measured] = []
     wanted: list[Tensor] = []
-    for tiles in (1, 8):
+    for tiles in SMALL_TILES:
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="autoremat", options=options(tiles, compiler=compiler))
-        for _ in range(2):
-            model.zero_grad(set_to_none=True)
+
+        def step(compiled: nn.Module = compiled) -> None:
             x.grad = None
-            gc.collect()
-            with autoremat.track_peak("cpu") as peak:
-                compiled(x).backward(tangent)
+            compiled(x).backward(tangent)
+
+        step()
+        peak = measured_peak(step, model)
         gradients = [one.grad.clone() for one in (x, *model.parameters()) if one.grad is not None]
         wanted = wanted or gradients
         pairs = zip(gradients, wanted, strict=True)
         difference = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-        report = autoremat.reports()[-1]
-        found.append(Measured(compiler, tiles, report.tiled_stretches, report.predicted_peak_bytes, peak.bytes, difference))
-        print(found[-1], flush=True)
-    return found
+        simulated = autoremat.reports()[-1].predicted_peak_bytes
+        yield Row(compiler, tiles, simulated, measured_bytes=peak, gradient_difference=difference)
 
 
-def write(by_name: list[Planned], by_run: list[Measured], folder: Path) -> None:
-    """Prints the tables and writes them to tiles.txt and tiles.json in ``folder``."""
-    width, hidden = LLAMA
-    table = Table(title=f"MLP of Llama-3.1-8B ({width} x {hidden}, bfloat16), {CARD}, predicted")
-    columns = (
-        "tokens",
-        "tiles",
-        "peak without recomputation, GiB",
-        "least peak, GiB",
-        "times less",
-        "ms",
-        "ms at the least peak",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    whole = {row.tokens: row.least_peak_bytes for row in by_name if row.tiles == 1}
-    for row in by_name:
-        sizes = (f"{row.whole_peak_bytes / 2**30:.2f}", f"{row.least_peak_bytes / 2**30:.2f}")
-        gain = f"{whole[row.tokens] / row.least_peak_bytes:.1f}"
-        table.add_row(
-            str(row.tokens), str(row.tiles), *sizes, gain, f"{1e3 * row.seconds:.1f}", f"{1e3 * row.least_seconds:.1f}"
-        )
-    runs = Table(title=f"MLP of {SMALL[0]} x {SMALL[1]}, {SMALL_TOKENS} tokens, 32 bits, on a CPU, at the least peak")
-    for column in ("compiler", "tiles", "simulated, MiB", "measured, MiB", "difference of gradients"):
-        runs.add_column(column, justify="right")
-    for one in by_run:
-        sizes = (f"{one.simulated_bytes / 2**20:.2f}", f"{one.measured_bytes / 2**20:.2f}")
-        runs.add_row(one.compiler, str(one.tiles), *sizes, f"{one.gradient_difference:.1e}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "tiles.txt").open("w") as file:
-        for console in (Console(width=120), Console(width=120, file=file)):
-            console.print(f"torch {torch.__version__}", highlight=False)
-            console.print(table)
-            if by_run:
-                console.print(runs)
-    data = {
-        "torch": torch.__version__,
-        "planned": [asdict(row) for row in by_name],
-        "measured": [asdict(one) for one in by_run],
+def measure(case: str) -> Iterator[Row]:
+    return planned(case) if case.isdecimal() else measured(case)
+
+
+def by_name(row: Row, rows: list[Row]) -> dict[str, str]:
+    whole = next(one.simulated_bytes for one in rows if one.case == row.case and one.tiles == 1)
+    return {
+        "tokens": row.case,
+        "tiles": str(row.tiles),
+        "peak without recomputation, GiB": f"{(row.whole_bytes or 0) / 2**30:.2f}",
+        "least peak, GiB": f"{row.simulated_bytes / 2**30:.2f}",
+        "times less": f"{whole / row.simulated_bytes:.1f}",
+        "ms": f"{1e3 * (row.seconds or 0):.1f}",
+        "ms at the least peak": f"{1e3 * (row.least_seconds or 0):.1f}",
     }
-    (folder / "tiles.json").write_text(json.dumps(data, indent=2) + "\n")
+
+
+def by_run(row: Row) -> dict[str, str]:
+    sizes = {"simulated, MiB": mebibytes(row.simulated_bytes), "measured, MiB": mebibytes(row.measured_bytes)}
+    difference = f"{row.gradient_difference:.1e}"
+    return {"compiler": row.case, "tiles": str(row.tiles), **sizes, "difference of gradients": difference}
+
+
+def shown(rows: list[Row]) -> list[Table]:
+    planned, run = ([row for row in rows if (row.measured_bytes is None) == absent] for absent in (True, False))
+    (width, hidden), (small, inner) = LLAMA, SMALL
+    first = table(f"MLP of Llama-3.1-8B ({width} x {hidden}, bfloat16), {CARD}, predicted", [by_name(r, rows) for r in planned])
+    title = f"MLP of {small} x {inner}, {SMALL_TOKENS} tokens, 32 bits, on a CPU, at the least peak"
+    return [first, table(title, list(map(by_run, run)))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(LLAMA_TOKENS))
-    parser.add_argument("--tiles", type=int, nargs="+", default=list(TILES))
-    parser.add_argument("--planned", action="store_true", help="without running anything")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    arguments = parser.parse_args()
+    made = parser(__doc__, (*map(str, LLAMA_TOKENS), "aot_eager", "inductor"))
+    made.add_argument("--planned", action="store_true", help="without running anything")
+    arguments = made.parse_args()
     warnings.simplefilter("ignore", BudgetWarning)
-    by_name: list[Planned] = []
-    for tokens in arguments.tokens:
-        for tiles in arguments.tiles:
-            by_name.append(planned(tokens, tiles))
-            print(by_name[-1], flush=True)
-    by_run = [] if arguments.planned else [one for compiler in ("aot_eager", "inductor") for one in measured(compiler)]
-    write(by_name, by_run, arguments.output)
+    if arguments.planned:
+        arguments.only = [case for case in arguments.only if case.isdecimal()]
+    run("tiles", arguments, Row, measure, shown)
 
 
 if __name__ == "__main__":
