@@ -42,7 +42,7 @@ BUDGETS = {
     "top": 437,
     "core": 38309,
     "tests": 34556,
-    "benchmarks": 8722,
+    "benchmarks": 7673,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""
 
