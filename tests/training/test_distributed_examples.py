@@ -41,7 +41,7 @@ def test_the_example_trains_on_two_ranks(name):
     output = by_torchrun(UNCOMPILED, script)
     assert re.search(r"^loss \d+\.\d+$", output, re.MULTILINE)
     rows = re.findall(r"^ +(\d) .* (its own|of \d ranks)$", output, re.MULTILINE)
-    by = "its own" if name == "pipeline" else "of 2 ranks"
+    by = "of 2 ranks" if name == "tensor_parallel" else "its own"
     assert set(rows) == {("0", by), ("1", by)}
 
 
