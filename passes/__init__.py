@@ -16,6 +16,7 @@ from autoremat.passes.inductor_workarounds.forward_region_operands import forwar
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared as keep_compared
 from autoremat.passes.inductor_workarounds.layout_copies import is_layout_copy as is_layout_copy
 from autoremat.passes.inductor_workarounds.layout_copies import state_layout_copies as state_layout_copies
+from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
 from autoremat.passes.inductor_workarounds.preserve_strides import preserve_strides as preserve_strides
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.insert_transfers import insert_stores
@@ -48,7 +49,8 @@ def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[i
     backward.graph.lint()
     _check_split(capture, backward)
     if capture.graph.fuses:
-        run_passes(backward, preserve_strides)
+        run_passes(forward, materialize_shared)
+        run_passes(backward, materialize_shared, preserve_strides)
     return forward, backward
 
 

@@ -1,6 +1,6 @@
 """Runs passes one after the other on a graph module, under the contract in README.md here.
 
-    run_passes(backward, preserve_strides)
+    run_passes(backward, materialize_shared, preserve_strides)
 
 Each pass is linted and timed. The logger ``autoremat.passes`` has the seconds and the graph after each pass, at level DEBUG.
 With ``AUTOREMAT_VERIFY_PASSES=1``, as in all tests, what a pass must preserve is compared too.
