@@ -16,7 +16,7 @@ from strategies import FORMS, GraphBuilder, forms_of, graphs, saved_sets, stays_
 
 from autoremat.basics.errors import PlanFileError, PlanInvalid
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.memory.allocations import beside_sizes
@@ -52,15 +52,10 @@ def small_plan(form: str = "host", store: int = 0, free: int = 1, load: int = 4,
     ("stay", "expected"),
     [
         ({}, [800, 801, 2, 2, 802, 802]),
-        ({"free": 2}, [800, 801, 802, 2, 802, 802]),
-        ({"load": 5}, [800, 801, 2, 2, 2, 802]),
         ({"free": 3, "load": 5}, [800, 801, 802, 802, 2, 802]),
         ({"form": "shards", "store": 2, "free": 3}, [800, 801, 1202, 1202, 2002, 2002]),
-        ({"load": 3, "need": 3}, [800, 801, 2, 802, 802, 802]),
         ({"form": "bits"}, [903, 904, 102, 102, 907, 907]),
-        ({"form": "bits", "store": 1}, [800, 904, 102, 102, 907, 907]),
         ({"form": "bits", "load": 3, "need": 4}, [903, 904, 102, 907, 907, 802]),
-        ({"form": "shards"}, [1200, 1201, 402, 402, 2002, 2002]),
     ],
     ids=str,
 )
@@ -79,63 +74,6 @@ def test_the_bytes_between_the_halves_and_on_the_host():
     assert (packed.saved_bytes, packed.stored_bytes, packed.host_bytes, packed.timeline.held_bytes) == (101, 800, 0, 101)
     assert point_of(packed).saved_bytes == 101
     assert packed.peak_bytes == small_plan("bits").peak_bytes + 2 * 101
-
-
-def test_a_stored_value_is_freed_twice():
-    assert [freed.count(A) for freed in small_plan("bits").frees] == [0, 1, 0, 0, 0, 1]
-
-
-def fused_graph(whole_groups: bool = False, kind: Kind = Kind.POINTWISE, size: int = 64) -> Graph:
-    """A value of 64 bytes that a pointwise result reads, which the op after an extern kernel inlines, in both halves.
-
-    In the backward that result has `size` bytes. It may take the place of the value, or of another result of this `kind`.
-    """
-    build = GraphBuilder()
-    a = build.op([build.source(0)], 64)
-    b = build.op([a], 64, kind=Kind.POINTWISE, in_place=(a,))
-    build.op([build.source(0)], 1)
-    c = build.op([b], 64, kind=Kind.POINTWISE, in_place=(b,))
-    loss = build.op([c], 1)
-    d = build.op([build.source(0, Role.TANGENT), loss], 64, forward=False)
-    e = build.op([d], 64, kind=kind, forward=False)
-    f = build.op([a, e], size, kind=Kind.POINTWISE, forward=False, in_place=(a, e))
-    gradient = build.op([f], 64, kind=kind, forward=False)
-    return with_forms(
-        build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True, fusion_groups_hold_buffers=whole_groups)
-    )
-
-
-A_FUSED = 1
-
-
-def fused_plan(stay: tuple[int, int, int, int], **fields: Any) -> Plan:
-    return Plan.of(fused_graph(**fields), Schedule((0, 1, 2, 3, 4), (5, 6, 7, 8), (Stay(A_FUSED, "host", *stay),)))
-
-
-def ranges_of(plan: Plan, value: int) -> list[tuple[int, int]]:
-    return [(one.start, one.end) for one in plan.timeline.live_ranges if one.value == value]
-
-
-def test_a_stored_value_lives_until_what_is_computed_from_it_by_a_later_kernel():
-    # Execution 3 computes the result of execution 1, and so reads the value long after it is stored.
-    assert ranges_of(fused_plan((0, 1, 5, 6)), A_FUSED) == [(0, 3), (5, 8)]
-    assert ranges_of(fused_plan((0, 4, 7, 7)), A_FUSED) == [(0, 4), (7, 8)]
-
-
-def test_no_result_takes_the_buffer_of_a_stored_or_loaded_value():
-    stored, smaller = (fused_plan((0, 1, 7, 7), kind=Kind.EXTERN, size=size) for size in (64, 8))
-    saved, other = Plan.of(stored.graph, replace(stored.schedule, stays=())), stored.graph.ops[6].outputs[0]
-    assert (ranges_of(saved, A_FUSED), ranges_of(saved, other)) == ([(0, 6)], [(6, 7)])
-    assert (ranges_of(stored, A_FUSED), ranges_of(stored, other)) == ([(0, 3), (7, 7)], [(6, 6)])
-    assert (ranges_of(smaller, A_FUSED), ranges_of(smaller, other)) == ([(0, 3), (7, 7)], [(6, 7)])
-    for plan in (stored, smaller):
-        plan.check()
-
-
-def test_a_call_of_a_fusion_group_holds_what_is_stored_or_loaded_in_it():
-    plan = fused_plan((0, 1, 7, 7), whole_groups=True)
-    assert ranges_of(plan, A_FUSED) == [(0, 3), (6, 8)]
-    plan.check()
 
 
 @st.composite
