@@ -64,21 +64,6 @@ def test_what_kernels_of_their_own_read_in_both_halves_is_saved_for_nothing():
     assert scaled in Planner(graph).find(None).plan.saved
 
 
-def test_what_is_only_fused_costs_its_arithmetic_again():
-    build = GraphBuilder()
-    product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-    fused = {"kind": Kind.POINTWISE, "seconds": 1e-3, "memory_bound_seconds": 9e-4}
-    first = build.op([product], SIZE, **fused)
-    second = build.op([first], SIZE, **fused)
-    loss = build.op([build.op([second], SIZE, **fused)], SIZE, kind=Kind.EXTERN)
-    tangent = build.source(SIZE, Role.TANGENT)
-    result = build.op([tangent, first, second, product], SIZE, kind=Kind.POINTWISE, forward=False)
-    ends = {"forward_outputs": (loss,), "backward_outputs": (result,)}
-    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=1e-3)
-    assert traffic_of(graph).recompute_seconds[1:3] == pytest.approx([1e-4, 1e-4])
-    assert set(Planner(graph).find(None).plan.saved) == {product}
-
-
 @pytest.mark.parametrize(("inlining", "runs"), [(Inlining.CHEAP, (3, 2, 1)), (Inlining.NEVER, (1, 1, 1))])
 def test_a_result_that_several_runs_need_is_computed_in_each(inlining, runs):
     """As a residual stream that each layer's backward reads: each adds it up anew, from the products that it is a sum of. What
@@ -101,37 +86,6 @@ def test_a_result_that_several_runs_need_is_computed_in_each(inlining, runs):
     assert again == pytest.approx([number * (1e-4 + MOVED) for number in runs])
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_a_wider_copy_is_made_again_from_what_it_copies(groups):
-    """As the float32 copy of a convolution's 16-bit result, which the kernels of a batch norm's backward read."""
-    build = GraphBuilder()
-    image = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-    copy = build.op([image], 2 * SIZE, kind=Kind.POINTWISE, seconds=1e-5, memory_bound_seconds=9e-6)
-    loss = build.op([copy], 0, kind=Kind.REDUCTION)
-    gradient = build.source(SIZE, Role.TANGENT)
-    for _ in range(groups):
-        gradient = build.op([gradient, copy], SIZE, kind=Kind.POINTWISE, forward=False)
-        gradient = build.op([gradient], SIZE, kind=Kind.EXTERN, forward=False)
-    ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
-    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
-    assert set(Planner(graph).find(None).plan.saved) == {image}
-
-
-def test_what_only_repeats_would_read_is_read_if_it_is_saved():
-    """As of a log-softmax, which is made again from the logits and not from the difference to their maximum."""
-    build = GraphBuilder()
-    logits = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-    fused = {"kind": Kind.POINTWISE, "seconds": 1e-5, "memory_bound_seconds": 9e-6}
-    difference = build.op([logits], SIZE, **fused)
-    result = build.op([difference], SIZE, **fused)
-    loss = build.op([result], 0, kind=Kind.REDUCTION)
-    gradient = build.op([build.source(0, Role.TANGENT), result], SIZE, kind=Kind.POINTWISE, forward=False)
-    ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
-    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
-    assert traffic_of(graph).saving_seconds[[logits, difference, result]] == pytest.approx([0.0, 2 * MOVED, 2 * MOVED])
-    assert set(Planner(graph).find(None).plan.saved) == {logits}
-
-
 def test_what_is_spread_over_columns_is_saved_and_not_computed_for_each():
     """As the logarithm of the sum of each row in a log-softmax."""
     build, columns = GraphBuilder(), 1000
@@ -147,14 +101,3 @@ def test_what_is_spread_over_columns_is_saved_and_not_computed_for_each():
     maker = graph.values[log].producer
     assert traffic_of(graph).recompute_seconds[maker] == pytest.approx(columns * 1e-5 + MOVED)
     assert set(Planner(graph).find(None).plan.saved) == {logits, log}
-
-
-def test_what_only_the_forward_spreads_is_not_charged_for_it():
-    build, columns = GraphBuilder(), 1000
-    total = build.op([build.source(SIZE)], SIZE, kind=Kind.REDUCTION)
-    log = build.op([total], SIZE, kind=Kind.POINTWISE, seconds=2e-5, memory_bound_seconds=1e-5)
-    spread = build.op([log], SIZE * columns, kind=Kind.POINTWISE, seconds=2e-2, memory_bound_seconds=1e-2)
-    loss = build.op([spread], 0, kind=Kind.REDUCTION)
-    gradient = build.op([build.source(0, Role.TANGENT), log], SIZE, kind=Kind.POINTWISE, forward=False)
-    graph = build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
-    assert traffic_of(graph).recompute_seconds[graph.values[log].producer] == pytest.approx(1e-5 + MOVED)

@@ -20,16 +20,10 @@ from autoremat.planner.graph.schedule import Schedule, Stay
     [
         ("Tesla V100-SXM2-32GB", 11, 11),
         ("NVIDIA A100-SXM4-80GB", 25, 25),
-        ("NVIDIA L40S", 25, 25),
-        ("NVIDIA GeForce RTX 4090", 25, 25),
         ("NVIDIA H100 80GB HBM3", 55, 55),
-        ("NVIDIA H200", 55, 55),
-        ("NVIDIA B200", 55, 55),
-        ("NVIDIA GeForce RTX 5090", 55, 55),
         ("AMD Instinct MI300X", 55, 55),
         ("NVIDIA GH200 480GB", 170, 342),
         ("NVIDIA GB200", 182, 169),
-        ("NVIDIA GB300", 182, 169),
         ("a card of tomorrow", 25, 25),
     ],
 )
@@ -62,11 +56,8 @@ def test_every_card_has_a_link_that_is_slower_than_its_memory():
     "impossible",
     [
         {"to_host": 0.0},
-        {"from_host": -1.0},
         {"from_host": math.inf},
-        {"to_host": math.nan},
         {"latency_seconds": -1e-6},
-        {"both_ways": 0.0},
         {"both_ways": 1.5},
     ],
 )

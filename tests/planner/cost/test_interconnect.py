@@ -82,26 +82,6 @@ def test_ranks_of_more_than_a_node_are_no_faster_than_those_of_one(name):
     assert 0 < far.bytes_per_second <= near.bytes_per_second
 
 
-@pytest.mark.parametrize("name", DATASHEETS)
-def test_a_card_of_a_server_board_has_nvlink(name):
-    sheet = DATASHEETS[name]
-    on_a_board = sheet.capability in ((7, 0), (8, 0), (9, 0), (10, 0), (10, 3)) and name not in (
-        "A30",
-        "H100 NVL",
-        "H200 NVL",
-        "V100S",
-    )
-    assert assumed_interconnect(name, 4).pipelined == (on_a_board and "PCIe" not in name)
-    assert not assumed_interconnect(f"{name} PCIe", 4).pipelined
-
-
-def test_gpus_of_a_node_are_closer_than_nodes():
-    near, far = assumed_interconnect("NVIDIA H100 80GB HBM3", 8), assumed_interconnect("NVIDIA H100 80GB HBM3", 64)
-    assert near.bytes_per_second > far.bytes_per_second > assumed_interconnect("cpu", 2).bytes_per_second
-    assert assumed_interconnect("T4", 8).bytes_per_second < near.bytes_per_second
-    assert {near.source, far.source} == {LinkSource.ASSUMED}
-
-
 def test_steps_and_pieces_under_way_at_once_take_longer():
     link = Interconnect(100.0, 1.0, step_seconds=1.0)
     assert [link.seconds(900.0, steps_of(Pattern.GATHER, 4)), link.seconds(900.0, steps_of(Pattern.REDUCE, 4))] == [13.0, 16.0]

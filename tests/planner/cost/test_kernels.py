@@ -163,7 +163,3 @@ def test_the_arithmetic_of_fused_kernels():
 def test_all_arithmetic_of_fused_kernels_has_a_price_on_cards():
     card = cuda_device("H100")
     assert all(seconds_of_arithmetic(Work((Task(rate, 1e9),)), card) > 0 for rate in FUSED)
-
-
-def test_a_cpu_has_no_rate_of_arithmetic():
-    assert seconds_of_arithmetic(Work((Task(Rate.RANDOM, 1e9),)), cpu_device(4)) == 0.0

@@ -50,52 +50,6 @@ def test_a_schedule_without_stays_waits_for_nothing():
     assert (found.seconds, found.waits, set(found.busy_seconds.values())) == (0.0, (0.0,) * 6, {0.0})
 
 
-def test_transfers_behind_executions_take_no_time():
-    assert waits({0: form(2.0, 1.0)}, (0, 0, 2, 6, 7)) == {}
-
-
-def test_the_step_waits_for_the_end_of_a_store_where_the_memory_is_freed():
-    """The store lasts from 1 to 4.5 s. Execution 2 ends at 3 s."""
-    assert waits({0: form(3.5, 0.0)}, (0, 0, 2, 7, 7)) == {2: 1.5}
-
-
-def test_the_step_waits_in_the_backward_for_a_store_that_ends_there():
-    """The store lasts from 1 to 6.5 s. Execution 5 ends at 6 s, and the load begins behind it."""
-    assert waits({0: form(5.5, 0.5)}, (0, 0, 5, 6, 7)) == {5: 0.5}
-
-
-def test_the_step_waits_for_a_late_load():
-    assert waits({0: form(0.0, 1.5)}, (0, 0, 2, 6, 7)) == {7: 0.5}
-    assert waits({0: form(0.0, 1.5)}, (0, 0, 2, 7, 7)) == {7: 1.5}
-
-
-def test_a_wait_delays_what_follows_and_so_hides_other_transfers():
-    """Value 1 is back at 7 s, one second late. Value 0 has its two seconds then."""
-    forms = {0: form(0.0, 1.0, (COMPUTE, NETWORK)), 1: form(0.0, 2.0)}
-    assert waits(forms, (0, 0, 2, 6, 7), (1, 1, 3, 5, 6)) == {6: 1.0}
-
-
-def test_transfers_queue_at_their_engine():
-    """The stores last from 1 to 3 s and from 3 to 5 s, the loads of value 1 from 5 to 7 s and of value 0 from 7 to 9 s."""
-    forms, first, second = {0: form(2.0, 2.0), 1: form(2.0, 2.0)}, (0, 0, 2, 5, 7), (1, 1, 3, 4, 6)
-    assert waits(forms, first) == waits(forms, second) == {}
-    assert waits(forms, first, second) == {3: 1.0, 7: 1.0}
-    apart = {**forms, 1: form(2.0, 2.0, (NETWORK, NETWORK))}
-    assert waits(apart, first, second) == {}
-
-
-def test_of_transfers_that_are_issued_together_the_most_urgent_one_goes_first():
-    """Else value 0 would keep the engine until 3 s, and until 7 s."""
-    forms = {0: form(1.0, 2.0), 1: form(1.0, 1.0)}
-    assert waits(forms, (0, 1, 3, 5, 7), (1, 1, 2, 5, 6)) == {7: 1.0}
-
-
-def test_one_queue_for_both_directions_changes_nothing_because_stores_end_before_the_backward():
-    for engines in ((TO_HOST, FROM_HOST), (NETWORK, NETWORK)):
-        forms = {0: form(3.0, 2.0, engines), 1: form(2.0, 3.0, engines)}
-        assert waits(forms, (0, 0, 3, 4, 7), (1, 1, 3, 4, 6)) == {3: 2.0, 6: 1.0, 7: 1.0}
-
-
 def test_transfers_of_the_compute_stream_take_their_time_at_any_speed():
     """Packing value 0 lasts from 2 to 2.5 s. So the copy of value 1 lasts until 4.5 s, and execution 2 until 3.5 s."""
     packed = form(0.5, 0.25, (COMPUTE, COMPUTE))
@@ -210,10 +164,3 @@ def test_waits_are_those_of_a_count_second_by_second(case):
 def test_known_seconds_of_executions_give_the_same(case, speed):
     graph, schedule = case
     assert stalls_of(graph, schedule, speed) == stalls_of(graph, schedule, speed, durations(graph, schedule))
-
-
-@given(stored_chains())
-def test_stalls_are_at_most_the_seconds_of_all_transfers(case):
-    found = stalls_of(*case)
-    assert found.seconds <= sum(found.busy_seconds.values())
-    assert found.seconds >= found.busy_seconds[COMPUTE]
