@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from autoremat.basics import disk_cache, environment
-from autoremat.basics.errors import OptionsError, OptionWarning, PlanFileError
+from autoremat.basics import environment
+from autoremat.basics.errors import OptionsError, OptionWarning
 from autoremat.options import defaults
 from autoremat.options.options import PLANNING_KEYS, Options, configure
 
@@ -17,10 +17,8 @@ HUGE = 10**400
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("memory_budget", 2**63), ("memory_budget", 10**40), ("memory_budget", HUGE), ("memory_budget", 10**5000),
-        ("memory_budget", "9" * 40 + "GiB"), ("memory_budget", "9" * 5000 + "GiB"), ("memory_budget", Fraction(HUGE, 3)),
-        ("auto_headroom", 10**40), ("auto_headroom", "9" * 40 + "B"),
-        ("time_limit", HUGE), ("progress", "yes"), ("progress", 1),
+        ("memory_budget", 10**5000), ("memory_budget", "9" * 5000 + "GiB"), ("memory_budget", Fraction(HUGE, 3)),
+        ("auto_headroom", "9" * 40 + "B"), ("time_limit", HUGE), ("progress", "yes"),
     ],
     ids=lambda value: str(value)[:9] if isinstance(value, str) else "number",
 )  # fmt: skip
@@ -28,23 +26,6 @@ def test_numbers_beyond_all_memory_and_time_are_refused(key, value):
     with pytest.raises(OptionsError, match=rf"^{key}=.*is not accepted. Accepted: ") as refusal:
         Options.parse({key: value})
     assert len(str(refusal.value)) < 1000
-
-
-@pytest.mark.parametrize("options", [5, "memory_budget", [("memory_budget", 1)]])
-def test_options_that_are_no_dict_are_refused(options):
-    with pytest.raises(OptionsError, match=r"^options=.*is not accepted. Accepted: a dict"):
-        Options.parse(options)
-
-
-def test_a_plan_of_an_impossible_name_is_refused():
-    with pytest.raises(PlanFileError, match=r"^the plan '\\x00' cannot be read"):
-        Options(plan="\0")
-
-
-def test_the_variable_of_the_cache_is_known(monkeypatch):
-    monkeypatch.setattr(environment, "_refused", set())
-    monkeypatch.setenv(disk_cache.SIZE_VARIABLE, "2GiB")
-    Options.parse()
 
 
 @pytest.mark.parametrize(("name", "near"), [("AUTOREMAT_BUDGET", "Is AUTOREMAT_MEMORY_BUDGET meant"), ("AUTOREMAT_X", "None")])

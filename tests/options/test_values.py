@@ -130,46 +130,16 @@ def test_every_text_of_a_variable_has_a_meaning_or_is_refused(variable, monkeypa
     assert accepted == IN_THE_ENVIRONMENT[variable]
 
 
-def test_a_budget_of_6_asks_whether_gib_are_meant():
-    with pytest.raises(OptionsError, match='Did you mean "6GiB"?'):
-        Options.parse({"memory_budget": 6})
-    with pytest.raises(OptionsError, match=r"Did you mean 1.0 \(100 %\)?"):  # the int 1 would be a byte
-        Options.parse({"memory_budget": 100})
-
-
-@pytest.mark.parametrize("value", [70, 70.0, numpy.int64(70), "70"])
-def test_a_budget_of_70_asks_whether_per_cent_are_meant(value, monkeypatch):
-    question = r"Did you mean 0.7 \(70 %\)\?"
-    if isinstance(value, str):
-        monkeypatch.setenv(environment.BUDGET, value)
-        with pytest.raises(OptionsError, match=rf"^{environment.BUDGET}=70 .*{question}"):
-            Options.parse()
-    else:
-        with pytest.raises(OptionsError, match=rf"^memory_budget=.*70.*{question}"):
-            Options.parse({"memory_budget": value})
-        with pytest.raises(OptionsError, match=question):
-            configure(memory_budget=value)
-    assert Options(memory_budget="70%").memory_budget == 0.7
-    configure(memory_budget="70B")
-    assert Options.parse({}).memory_budget == 70
-
-
-def test_a_slowdown_of_3_asks_whether_per_cent_are_meant():
-    with pytest.raises(OptionsError, match=r"max_slowdown=3 .*Did you mean 0.03 \(3 %\)\?"):
-        Options(max_slowdown=3)
-    assert Options(max_slowdown="3%").max_slowdown == 0.03
-
-
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir, Path.write_bytes])
 def test_what_is_no_plan_file_is_refused_at_once(make, tmp_path):
     path = tmp_path / "plan.json"
     make(path, b"\xff") if make is Path.write_bytes else make(path)
-    with pytest.raises(PlanFileError, match=r"the plan .*plan.json' cannot be read: (it is no regular file|.*decode)"):
+    with pytest.raises(PlanFileError, match="plan.json"):
         Options(plan=path)
 
 
 def test_a_plan_file_that_is_too_large_is_not_read(tmp_path):
     with (tmp_path / "plan.json").open("wb") as file:
         file.truncate(files.LARGEST_FILE + 1)
-    with pytest.raises(PlanFileError, match="cannot be read: it has 268,435,457 bytes, and at most 268,435,456 are read"):
+    with pytest.raises(PlanFileError, match="268,435,457 bytes"):
         Options(plan=tmp_path / "plan.json")
