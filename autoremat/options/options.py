@@ -76,57 +76,10 @@ _configured: dict[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options of a compilation, frozen.
+    """All options of a compilation, frozen, as normalised values: bytes are ints, even if given as "6GiB".
 
-    Fields hold normalised values: bytes are ints, even if given as "6GiB".
-
-    - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
-        (int), a share of the peak that the step needs without autoremat (float in [0.001, 1]), "auto", or None for no bound. A
-        `StepProfile` divides the budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
-    - max_slowdown: bound on the time of the step, as a share beyond its time without a budget. By itself it asks for the least
-        peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
-    - host_memory: bound on the pinned host memory of saved tensors that the planner keeps on the host. It is in bytes (int),
-        "auto" (half of what is free by the ranks of the machine, down to a power of two), or None to keep nothing there.
-    - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits", "shards". None stands for
-        the first three with `host_memory`, and for "device" without it.
-    - auto_headroom: bytes that "auto" keeps free on the CUDA device.
-    - time_limit: seconds of the processor that one search may take. They grant an amount of work, which ends the search at the
-        same plan on any machine. Each attempt searches anew, and so does each candidate for a chunked loss or tiles.
-    - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
-    - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found, with a warning.
-        None stands for "best_effort" with a share and "raise" with bytes.
-    - cost_model: the source of the ops' seconds: "roofline" (data sheets; nothing is measured) or "calibrated" (rates of the
-        device, measured once; of a card with a data sheet, those of the sheet).
-    - on_planning_error: the action if a graph cannot be planned: "raise", or "fallback" to torch's partitioner, with a warning
-        and without a budget. None stands for "raise" with a memory budget and "fallback" without one.
-    - plan: stored plans that replace the search, as paths that `Plan.save` wrote or as plans; one or a sequence. Each graph
-        takes the plan whose graph has the same structure.
-    - policy: the parts of the forward that are recomputed; see `autoremat.policies`. Without a budget the policy is the whole
-        plan.
-    - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names. A
-        mapping as `save`, such as `{"*.q_proj": "host"}`, also says in which form they are kept.
-    - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
-        (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
-    - tiles: tiling of the stretches of ops that compute row by row, such as an MLP: "auto" (only if no other plan fits), an int
-        >= 2 (always that many tiles), or False (never).
-    - early_gradients: division of a graph into parts with a backward each, between which post-accumulate-grad hooks run: "auto"
-        (if parameters have such hooks), True (always), an int >= 2 (so many parts), or False (never). The budget decides how
-        many parts "auto" and True make.
-    - hooks_free_gradients: True if each such hook sets the gradient to None, as an optimizer in the backward does. Plans then
-        count these gradients as freed. A `BudgetWarning` tells if one stays.
-    - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or
-        assumed rate of each process group.
-    - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
-    - agreement: the ranks of a distributed job that plan a shared graph alike: "auto" (all that compile it), "off" or a list.
-    - in_flight: number of calls of a graph that are open at once, as in a pipeline; the budget bounds their sum. None
-        stands for 1.
-    - accumulate: True to count the gradients of earlier micro-batches, which are live beside a later one. None stands for True
-        with `in_flight`, and for False without.
-    - progress: True to show the progress of slow compilations. No plan depends on it.
-    - inductor: pairs for Inductor's config, sorted by key.
-    - mode: the mode of `torch.compile`.
-
-    Raises OptionsError for a value that is not accepted.
+    The [table of options](options.md#table-of-options) says what each means. ``inductor`` holds pairs for Inductor's config,
+    sorted by key, and ``mode`` is that of ``torch.compile``. Raises OptionsError for a value that is not accepted.
     """
 
     memory_budget: Budget = None

@@ -1,9 +1,11 @@
 import pickle
 import re
+from dataclasses import fields
 from fractions import Fraction
 
 import numpy
 import pytest
+from folders import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from requests_of_options import budget_with
@@ -29,8 +31,14 @@ def parse(options=None, mode=None):
     return Options.parse(options, mode, lambda: INDUCTOR_KEYS)
 
 
-def test_defaults():
-    assert Options() == Options(None, 512 * 2**20, 10.0, "inductor", None, None, (), None)
+def test_the_table_of_options_has_their_names_and_defaults():
+    page = (ROOT / "docs" / "options.md").read_text().partition("| Other key |")[0]
+    rows = re.findall(r"^\| `(\w+)` \|.+?\| `?([^|`]+)`? \|", page, re.MULTILINE)
+    defaults = {one.name: one.default for one in fields(Options) if one.name not in ("inductor", "mode")}
+    texts = {key: repr(value).replace("'", '"') for key, value in defaults.items()}
+    assert dict(rows) == texts | {"auto_headroom": "512 MiB"}
+    assert defaults["auto_headroom"] == 512 * 2**20
+    assert defaults.keys() == set(OWN_KEYS)
 
 
 @pytest.mark.parametrize(
