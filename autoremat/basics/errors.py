@@ -5,11 +5,10 @@ workers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from autoremat.basics.error_text import aligned, binding
 from autoremat.basics.units import bytes_apart, format_bytes, least_share, share_bytes, share_text
 
 SUPPORTED_MINORS = range(11, 16)
@@ -17,21 +16,7 @@ SUPPORTED_MINORS = range(11, 16)
 
 ``tests/project/test_docs.py`` compares the documentation and the metadata.
 """
-OCCUPANTS_SHOWN = 10
-
-GRADIENT_SHARE = 0.5
-"""Share of the minimum peak above which an error states the bytes of gradients."""
-
-BEST_EFFORT = 'set on_infeasible="best_effort" to run at the minimum peak found anyway'
-SHARDING = (
-    "gradients alone take {gradients}, whatever is recomputed and however small the batch: shard them (FSDP2's fully_shard, "
-    "tensor parallelism), run the optimizer in the backward and free each gradient after its step, or train fewer parameters "
-    "(LoRA, frozen layers)"
-)
-"""Advice for a budget below the bytes of gradients."""
-
-SMALLER = "use a smaller batch or a shorter sequence; code that searches a batch size takes this error for CUDA out of memory."
-"""Advice for a budget that a smaller batch may meet. accelerate, Lightning and Composer halve the batch at its last words."""
+OCCUPANTS_SHOWN, PARTS_SHOWN = 10, 3
 
 ISSUES = "https://github.com/autoremat/autoremat/issues"
 """The address for reports of defects. ``tests/project/test_project.py`` compares it with the metadata."""
@@ -177,7 +162,7 @@ class BudgetInfeasible(AutorematError):
         self.occupants = tuple(sorted(self.occupants, key=lambda occupant: -occupant.bytes))
         self.remedies = tuple(filter(None, self.remedies))
         self.parts = tuple((str(name), int(number)) for name, number in self.parts)
-        super().__init__(self._message())
+        self._say()
 
     def figures(self) -> dict[str, Any]:
         """Returns the arguments that make this error again, as JSON data."""
@@ -185,97 +170,96 @@ class BudgetInfeasible(AutorematError):
         occupants, parts = [asdict(occupant) for occupant in self.occupants], [list(part) for part in self.parts]
         return arguments | {"occupants": occupants, "remedies": list(self.remedies), "parts": parts}
 
+    def _say(self) -> None:
+        message = self._message()
+        self.args = (message if self.advice is None else f"{message}\n\n{self.advice}",)
+
     def on_rank(self, rank: int) -> None:
         """Names the rank of a distributed job that the error comes from."""
         self.rank = rank
-        self.args = (self._message(),)
+        self._say()
 
     def asked_as(self, share: float | None, reference_bytes: int | None) -> "BudgetInfeasible":
         """Returns the error, which from now on names the budget as a share of the reference peak if it was asked for so."""
         if share is not None and reference_bytes is not None and share_bytes(share, reference_bytes) == self.budget_bytes:
             self.budget_share, self.reference_bytes = share, reference_bytes
-            self.args = (self._message(),)
+            self._say()
         return self
 
     def advised(self, advice: object) -> None:
         """Ends the message with advice on what makes the step fit, if there is some."""
         self.advice = advice
-        if advice is not None:
-            self.args = (f"{self._message()}\n\n{advice}",)
+        self._say()
 
     def _message(self) -> str:
         where = f" on {self.device}" if self.device else ""
-        budget = "the budget" if self.rank is None else f"the budget of rank {self.rank}"
-        lines = [f"no plan was found that keeps the step's peak memory{where} within {budget}"]
-        if self.plan_file:
-            lines = [f"the stored plan {self.plan_file} does not keep the step's peak memory{where} within {budget}"]
-        least = "minimum peak found" if self.max_slowdown is None else "minimum peak found within max_slowdown"
+        of_rank = "" if self.rank is None else f" of rank {self.rank}"
+        says = f"the stored plan {self.plan_file} does not keep" if self.plan_file else "no plan was found that keeps"
+        title = f"{says} the step's peak memory{where} within the budget{of_rank}"
+        timed = self.max_slowdown is not None
+        least = "peak of the stored plan" if self.plan_file else f"minimum peak found{' within max_slowdown' if timed else ''}"
         figures = {
             "asked for (memory_budget)": self.budget_bytes,
-            "peak of the stored plan" if self.plan_file else least: self.minimum_bytes,
+            least: self.minimum_bytes,
             "minimum peak found at any slow-down": self.untimed_bytes,
             "proven lower bound": self.lower_bound_bytes,
+            "gradients in that peak": self.gradient_bytes if 2 * self.gradient_bytes > self.minimum_bytes else None,
+            "memory of the device": self.device_bytes if self._exceeds_device else None,
         }
-        if self.gradient_bytes > GRADIENT_SHARE * self.minimum_bytes:
-            figures["gradients in that peak"] = self.gradient_bytes
-        if self._exceeds_device:
-            figures["memory of the device"] = self.device_bytes
-        rows = [(f"{what}:", format_bytes(n), f"{n} bytes") for what, n in figures.items() if n is not None]
+        rows = _rows(figures)
         if self.budget_share is not None and self.reference_bytes is not None:
             asked = f"{self.budget_bytes} bytes, {share_text(self.budget_share, self.reference_bytes)}"
-            rows[0] = (rows[0][0].replace("memory_budget", f"memory_budget={self.budget_share:g}"), rows[0][1], asked)
+            rows[0] = (f"asked for (memory_budget={self.budget_share:g}):", rows[0][1], asked)
         if self.max_slowdown is not None:
-            lines[0] += f", and its time within {self.max_slowdown:.1%} of that without a budget"
+            title += f", and its time within {self.max_slowdown:.1%} of that without a budget"
             found = "no plan fits" if self.least_slowdown is None else f"{self.least_slowdown:.1%}"
             rows += [("asked for (max_slowdown):", f"{self.max_slowdown:.1%}", "")]
             rows += [("least slow-down found within memory_budget:", found, "")]
-        lines += aligned(rows, "<><")
+        lines = [title, *_aligned(rows, "<><")]
         if self.parts:
             lines += ["", f"What binds the minimum peak: {binding(self.parts)}"]
-        if self.occupants:
-            lines += ["", self._occupants_title()]
+        if count := len(self.occupants):
+            total = format_bytes(sum(occupant.bytes for occupant in self.occupants))
+            largest = f", the {OCCUPANTS_SHOWN} largest" if count > OCCUPANTS_SHOWN else ""
+            lines += ["", f"Live at the minimum peak ({count} tensor{'s' if count > 1 else ''}, {total}){largest}:"]
             shown = self.occupants[:OCCUPANTS_SHOWN]
             live = [(format_bytes(one.bytes), one.name, one.module or "-", one.source or "-") for one in shown]
-            lines += aligned([("bytes", "tensor", "module", "source"), *live], "><<<")
-        lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
-        return "\n".join(lines)
-
-    def _occupants_title(self) -> str:
-        count = len(self.occupants)
-        total = format_bytes(sum(occupant.bytes for occupant in self.occupants))
-        shown = f", the {OCCUPANTS_SHOWN} largest" if count > OCCUPANTS_SHOWN else ""
-        return f"Live at the minimum peak ({count} tensor{'s' if count > 1 else ''}, {total}){shown}:"
+            lines += _aligned([("bytes", "tensor", "module", "source"), *live], "><<<")
+        return "\n".join([*lines, *_helps(self._advice())])
 
     @property
     def _exceeds_device(self) -> bool:
-        """True if the minimum peak found is known to exceed the memory of the device."""
         return self.device_bytes is not None and self.minimum_bytes > self.device_bytes
 
     def _advice(self) -> list[str]:
-        fits = "which fits by simulation: an error there names what generated code needs" if self.is_simulated else "which fits"
-        less = "; less may fit too" if self.lower_bound_bytes < self.minimum_bytes else ""
-        first = f"raise memory_budget to {self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), {fits}{less}"
-        if self.reference_bytes is not None:
-            share = least_share(self.minimum_bytes, self.reference_bytes)
-            first = f"raise memory_budget to {share:g}, or to {first.removeprefix('raise memory_budget to ')}"
-        if self._exceeds_device:
-            first = "use a device with more memory: no budget within that of this device suffices"
-        advice = [first, SMALLER, BEST_EFFORT]
-        if self.gradient_bytes > min(self.budget_bytes, self.device_bytes or self.budget_bytes):
-            advice[1] = SHARDING.format(gradients=format_bytes(self.gradient_bytes))
-        if self.max_slowdown is not None:
-            advice[2] = 'set on_infeasible="best_effort" to keep to memory_budget as far as possible, whatever the time'
+        relaxed, gradients, timed = self.unconstrained_bytes, format_bytes(self.gradient_bytes), self.max_slowdown is not None
+        advice = [self._budget_advice(), *self.remedies]
+        if relaxed is not None and relaxed < self.minimum_bytes:
+            advice.append(f"relax policy, save or recompute: without, {relaxed} bytes ({format_bytes(relaxed)}) suffice")
+        if self.plan_file:
+            advice.append("leave out the option `plan`: another plan may fit")
+        elif self.lower_bound_bytes <= self.budget_bytes:
+            advice.append("raise time_limit: the bound does not rule out that a plan within the budget exists")
         if self.least_slowdown is not None:
             enough = math.ceil(self.least_slowdown * 1000) / 1000
-            advice.insert(1, f"raise max_slowdown to {enough:g}, at which memory_budget is met")
-        if self.plan_file:
-            advice.insert(1, "leave out the option `plan`: another plan may fit")
-        elif self.lower_bound_bytes <= self.budget_bytes:
-            advice.insert(1, "raise time_limit: the bound does not rule out that a plan within the budget exists")
-        if self.unconstrained_bytes is not None and self.unconstrained_bytes < self.minimum_bytes:
-            relaxed = f"{self.unconstrained_bytes} bytes ({format_bytes(self.unconstrained_bytes)})"
-            advice.insert(1, f"relax policy, save or recompute: without them the minimum peak found is {relaxed}")
-        return [*advice[:1], *self.remedies, *advice[1:]]
+            advice.append(f"raise max_slowdown to {enough:g}, at which memory_budget is met")
+        if self.gradient_bytes > min(self.budget_bytes, self.device_bytes or self.budget_bytes):
+            advice.append(
+                f"gradients alone take {gradients}, however small the batch: shard them (FSDP2's fully_shard, tensor "
+                "parallelism), run the optimizer in the backward, or train fewer parameters (LoRA, frozen layers)"
+            )
+        else:  # accelerate, Lightning and Composer halve the batch at the last words
+            advice.append("use a smaller batch or sequence; code that searches batch sizes takes this for CUDA out of memory.")
+        effort = "keep to memory_budget, whatever the time" if timed else "run at the minimum peak found anyway"
+        return [*advice, f'set on_infeasible="best_effort" to {effort}']
+
+    def _budget_advice(self) -> str:
+        if self._exceeds_device:
+            return "use a device with more memory: no budget within that of this device suffices"
+        fits = "which fits by simulation: an error there names what generated code needs" if self.is_simulated else "which fits"
+        less = "; less may fit too" if self.lower_bound_bytes < self.minimum_bytes else ""
+        share = "" if self.reference_bytes is None else f"{least_share(self.minimum_bytes, self.reference_bytes):g}, or to "
+        return f"raise memory_budget to {share}{self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), {fits}{less}"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -292,13 +276,33 @@ class DeviceTooSmall(BudgetInfeasible):
         where = f" ({self.device})" if self.device else ""
         lines = [f"the device{where} is too small for {self.part}, whatever is recomputed"]
         figures = {"memory of the device": self.budget_bytes, "needed, without any plan": self.minimum_bytes}
-        lines += aligned([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
-        lines += ["", "Ledger:", *aligned([(format_bytes(one.bytes), one.name) for one in self.occupants], "><")]
-        lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
-        return "\n".join(lines)
+        lines += _aligned(_rows(figures), "<><")
+        lines += ["", "Ledger:", *_aligned([(format_bytes(one.bytes), one.name) for one in self.occupants], "><")]
+        return "\n".join([*lines, *_helps(self._advice())])
 
     def _advice(self) -> list[str]:
         return [*self.remedies, "use a device with more memory, or shard parameters and optimizer state over several"]
+
+
+def _rows(figures: Mapping[str, int | None]) -> list[tuple[str, str, str]]:
+    return [(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items() if count is not None]
+
+
+def _helps(advice: Sequence[str]) -> list[str]:
+    return ["", "What would help:", *(f"  - {one}" for one in advice)]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
+    """Returns rows of cells as lines with aligned columns. ``alignments`` holds "<" or ">" for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(row)}".rstrip() for row in cells]
+
+
+def binding(parts: Sequence[tuple[str, int]]) -> str:
+    """Returns the largest kinds of bytes at a peak, each with its share. ``parts`` are all kinds, the largest first."""
+    total = max(1, sum(size for _, size in parts))
+    return ", ".join(f"{format_bytes(size)} ({size / total:.0%}) of {name}" for name, size in parts[:PARTS_SHOWN])
 
 
 class BudgetWarning(UserWarning):
@@ -336,19 +340,21 @@ def best_effort_message(subject: str, needed_bytes: int, budget: int, share: flo
 def fallback_message(error: BaseException, place: str) -> str:
     """Returns the text of a ``FallbackWarning``: the graph (``place``), the error and the remedies."""
     return (
-        f"a graph ({place}) could not be planned and is left to torch, so no memory budget holds for it: "
-        f"{type(error).__name__}: {error}. It trains all the same. Please report this text at {ISSUES}; "
-        'on_planning_error="raise" makes it an error.'
+        f"a graph ({place}) could not be planned and is left to torch, so no memory budget holds for it: {_report(error)}. "
+        'It trains all the same; on_planning_error="raise" makes it an error.'
     )
 
 
 def planning_error(error: BaseException, place: str) -> PlanningError:
     """Returns the ``PlanningError`` for a graph (``place``) whose budget cannot be kept because of ``error``."""
     return PlanningError(
-        f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {type(error).__name__}: {error}. "
-        f'If backend="inductor" compiles it, please report this text at {ISSUES}; '
+        f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {_report(error)}. "
         'on_planning_error="fallback" leaves such a graph to torch, without a budget.'
     )
+
+
+def _report(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}. Please report this text at {ISSUES}"
 
 
 def find_cause(error: BaseException, kind: type[Kind]) -> Kind | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.progress import now
-from autoremat.basics.units import format_bytes
 from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.joint_graph import PlanningContext
@@ -16,7 +15,6 @@ from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.shares import counted
 from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.binding import parts_of_peak, remedies_for_model
@@ -25,26 +23,6 @@ from autoremat.request.limits import Limits
 
 NAMES = {TensorCategory.WORKSPACE: "workspace of ", TensorCategory.GRADIENT: "gradient "}
 """Words before the name of a live tensor, by category."""
-
-
-def occupants_of(plan: Plan, minimum: int) -> list[Occupant]:
-    """Returns the tensors and workspaces that are live at the peak of ``plan``.
-
-    If ``minimum`` bytes exceed that peak, a last entry holds the difference, which is headroom for generated code.
-    """
-    moment = peak_of(plan, None)
-    live = () if moment is None else moment.live
-    found = [Occupant(NAMES.get(t.sort, "") + t.name, t.bytes, t.module, t.source) for t in live]
-    rest = minimum - plan.peak_bytes
-    return [*found, Occupant("code headroom", rest)] if rest > 0 else found
-
-
-def memory_notes(budget: int | None, device: str) -> tuple[str, ...]:
-    """Returns a note on a budget that exceeds the memory of the device, by its data sheet; empty if there is none."""
-    memory = device_memory(device)
-    if budget is None or memory is None or budget <= memory:
-        return ()
-    return (f"the budget is {format_bytes(budget)}, and {device} has {format_bytes(memory)} of memory",)
 
 
 def infeasible(
@@ -62,12 +40,16 @@ def infeasible(
     ones of the error.
     """
     smallest = planning.smallest
-    moment, parts = peak_of(smallest, 0), parts_of_peak(smallest)
+    moment, parts = peak_of(smallest, None), parts_of_peak(smallest)
+    live = () if moment is None else moment.live
+    occupants = [Occupant(NAMES.get(t.sort, "") + t.name, t.bytes, t.module, t.source) for t in live]
+    if minimum > smallest.peak_bytes:
+        occupants.append(Occupant("code headroom", minimum - smallest.peak_bytes))
     figures |= {
         "budget_bytes": budget,
         "minimum_bytes": minimum,
         "lower_bound_bytes": planning.lower_bound_bytes,
-        "occupants": occupants_of(smallest, minimum),
+        "occupants": occupants,
         "device": device,
         "remedies": (*limits.remedies(minimum - budget), *remedies, *(part.remedy for part in parts[:1])),
         "parts": tuple((part.name, part.bytes) for part in parts),

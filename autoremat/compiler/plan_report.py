@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoremat.basics.progress import now
+from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import note_on_settings
 from autoremat.compiler.dynamic_shapes import note_on_sizes
-from autoremat.compiler.infeasibility import memory_notes
 from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.loss_chunking import ChunkingChoice
+from autoremat.planner.cost import device_memory
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
 from autoremat.report.report import Report
@@ -40,6 +41,8 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
     taken, whole, reference = facts.choice.taken, facts.choice.whole, facts.reference
     captured, limits = taken.priced.captured, context.request.limits
     share = taken.priced.step_share(limits)
+    notes = ["" if share is None else share.note, note_on_settings(captured.runs_on)]
+    notes += [note_on_sizes(taken.priced.joint.module.graph), _note_on_memory(facts.budget, captured.device.name)]
     return Report.of(
         facts.planning,
         facts.plan,
@@ -66,11 +69,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         device_ledger=limits.ledger,
         host_memory_bytes=limits.host_bytes,
         unused_forms=taken.priced.unused_forms,
-        notes=(
-            *((share.note,) if share is not None and share.note else ()),
-            *filter(None, [note_on_settings(captured.runs_on), note_on_sizes(taken.priced.joint.module.graph)]),
-            *memory_notes(facts.budget, captured.device.name),
-        ),
+        notes=tuple(filter(None, notes)),
         **time_figures(facts, limits),
         **dataclasses.asdict(taken.priced.pricing),
     )
@@ -93,3 +92,11 @@ def time_figures(facts: ReportedPlan, limits: Limits) -> dict[str, Any]:
         "binding_budget": binding,
         "timed_minimum_bytes": None if least is None else least.peak_bytes,
     }
+
+
+def _note_on_memory(budget: int | None, device: str) -> str:
+    """Returns a note on a budget that exceeds the memory of the device, by its data sheet; empty if there is none."""
+    memory = device_memory(device)
+    if budget is None or memory is None or budget <= memory:
+        return ""
+    return f"the budget is {format_bytes(budget)}, and {device} has {format_bytes(memory)} of memory"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autoremat.basics.display import PlainTable, named_figures
 from autoremat.basics.display import as_text as as_text
-from autoremat.basics.error_text import binding
+from autoremat.basics.errors import binding
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph.device_budget import NAMES, DeviceBudget
 from autoremat.planner.plans.plan import Plan

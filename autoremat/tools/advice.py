@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from autoremat.basics.error_text import binding
-from autoremat.basics.errors import AutorematError, BudgetInfeasible, DeviceTooSmall
+from autoremat.basics.errors import AutorematError, BudgetInfeasible, DeviceTooSmall, binding
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import bytes_apart, format_seconds
 from autoremat.compiler.loss_chunking import NUMBERS_OF_CHUNKS

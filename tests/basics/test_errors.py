@@ -67,7 +67,7 @@ Live at the minimum peak (3 tensors, 72.00 MiB):
 
 What would help:
   - raise memory_budget to 157286401 (150.00 MiB), which fits; less may fit too
-  - use a smaller batch or a shorter sequence; code that searches a batch size takes this error for CUDA out of memory.
+  - use a smaller batch or sequence; code that searches batch sizes takes this for CUDA out of memory.
   - set on_infeasible="best_effort" to run at the minimum peak found anyway"""
     )
 

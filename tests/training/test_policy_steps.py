@@ -188,7 +188,7 @@ def test_orders_that_no_budget_allows_say_what_they_cost(transformer):
     error = caught.value.inner_exception
     assert isinstance(error, BudgetInfeasible)
     assert error.unconstrained_bytes < 0.8 * error.minimum_bytes
-    assert f"without them the minimum peak found is {error.unconstrained_bytes} bytes" in str(error)
+    assert f"{error.unconstrained_bytes} bytes" in str(error)
 
 
 def test_without_a_budget_orders_by_module_and_op_are_obeyed(transformer):
