@@ -55,19 +55,13 @@ def test_edges_are_merged_and_may_come_from_arrays():
     ("change", "message"),
     [
         ({"sizes": [1, 2, 3]}, "sizes has 3 entries, seconds has 4"),
-        ({"rematerializable": [True]}, "rematerializable has 1 entries, seconds has 4"),
         ({"seconds": [1.0, -2.0, 3.0, 4.0]}, r"seconds\[1\] is -2.0"),
-        ({"seconds": [1.0, 2.0, math.nan, 4.0]}, r"seconds\[2\] is nan"),
         ({"seconds": [1.0, 2.0, 3.0, math.inf]}, r"seconds\[3\] is inf"),
         ({"sizes": [10, 20, -1, 40]}, r"sizes\[2\] is -1"),
-        ({"sizes": [10, 20, 1.5, 40]}, r"sizes\[2\] is 1.5"),
         ({"edges": [(0, 4)]}, r"the edge \(0, 4\) names an op that does not exist"),
-        ({"edges": [(-1, 2)]}, r"the edge \(-1, 2\) names an op that does not exist"),
         ({"edges": [(0, 1), (3, 2)]}, r"the edge \(3, 2\) does not lead to a later op"),
-        ({"edges": [(2, 2)]}, r"the edge \(2, 2\) does not lead to a later op"),
         ({"outputs": (0, 4)}, "the output 4 is no value"),
         ({"num_forward": 5}, "num_forward=5 is not between 0 and the number of ops, 4"),
-        ({"num_forward": -1}, "num_forward=-1"),
     ],
 )
 def test_what_is_no_graph_is_refused(change, message):
@@ -90,9 +84,3 @@ def test_repetitions_in_a_schedule_of_one_phase_are_counted_and_read():
     timeline = simulate(graph, schedule)
     assert timeline.bytes_at.tolist() == [8, 9, 5, 13, 14]
     assert [(c.value, c.start, c.end) for c in timeline.live_ranges] == [(0, 0, 1), (1, 1, 4), (2, 2, 4), (0, 3, 4), (3, 4, 4)]
-
-
-def test_an_output_that_is_made_again_is_held_from_then():
-    graph = Graph.from_dag([1.0] * 3, [8, 1, 4], [(0, 1)], outputs=(0,))
-    timeline = simulate(graph, Schedule((0, 1, 2, 0), ()))
-    assert timeline.bytes_at.tolist() == [8, 9, 4, 8]

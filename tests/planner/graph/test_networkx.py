@@ -22,14 +22,6 @@ def test_a_graph_of_named_nodes_is_planned():
     assert plan(graph).peak_bytes == 64 + 32 + 8
 
 
-def test_nodes_keep_their_order_where_edges_allow():
-    directed = networkx.DiGraph()
-    for node in (3, 1, 2):
-        directed.add_node(node, seconds=float(node), bytes=8)
-    directed.add_edge(1, 3)
-    assert [op.seconds for op in Graph.from_networkx(directed).ops] == [1.0, 3.0, 2.0]
-
-
 def test_what_describes_no_graph_is_refused():
     circle = networkx.DiGraph([(0, 1), (1, 0)])
     with pytest.raises(ValueError, match="has a circle"):

@@ -8,21 +8,9 @@ from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.planner.graph.op import Role
-from autoremat.planner.graph.schedule import Schedule, Segments, build_schedule, one_segment
+from autoremat.planner.graph.schedule import Segments, build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan
-
-
-def segments_of(graph, count):
-    return Chain.of(graph).segments(count)[0]
-
-
-def test_saving_everything_recomputes_nothing():
-    graph = chain(4)
-    schedule = build_schedule(graph, graph.backward_needs)
-    assert schedule == Schedule((0, 1, 2, 3), (4, 5, 6, 7))
-    assert schedule.recomputed(graph) == ()
-    assert set(schedule.saved(graph)) == graph.backward_needs
 
 
 def test_recomputation_stands_just_before_its_need_and_happens_once():
@@ -33,21 +21,6 @@ def test_recomputation_stands_just_before_its_need_and_happens_once():
     assert schedule.backward == (2, 3, 4, 5, 0, 6, 7)
     assert schedule.recomputed(graph) == (2, 3, 0)
     assert schedule.saved(graph) == (second,)
-
-
-def test_saving_nothing_in_one_segment_brings_the_whole_forward_back_at_once():
-    graph = chain(4)
-    # Only the backward reads the chain, so the first run of each op is not a repetition ...
-    schedule = build_schedule(graph, ())
-    assert schedule == Schedule((), (0, 1, 2, 3, 4, 5, 6, 7))
-    assert schedule.recomputed(graph) == ()
-
-
-def test_an_op_that_the_forward_runs_counts_as_recomputed():
-    graph = chain(4, forward_outputs=(4,))
-    schedule = build_schedule(graph, ())
-    assert schedule.forward == (0, 1, 2, 3)
-    assert schedule.recomputed(graph) == (0, 1, 2, 3)
 
 
 def test_segments_drop_what_another_segment_made():
@@ -81,26 +54,11 @@ def test_the_values_of_one_op_are_recomputed_together():
     assert build_schedule(graph, {first}).backward == (2, 0, 3)
 
 
-def test_a_gradient_that_is_a_forward_value_is_made_at_the_end_or_saved():
-    build = GraphBuilder()
-    value = build.op([build.source(1)], 4)
-    graph = build.graph(backward_outputs=(value,), forward_outputs=(value,))
-    assert build_schedule(graph, ()).backward == (0,)
-    saved = build_schedule(graph, {value})
-    assert (saved.backward, saved.saved(graph)) == ((), (value,))
-
-
-def test_segment_count():
-    assert Segments(()).count == 0
-    assert Segments((0, 0, 1, 2)).count == 3
-    assert one_segment(chain(3)).of_op == (0, 0, 0)
-
-
 @given(st.data())
 def test_schedules_are_valid_and_save_no_more_than_asked(data):
     graph = data.draw(graphs())
     saved = data.draw(saved_sets(graph))
-    schedule = build_schedule(graph, saved, segments_of(graph, data.draw(st.integers(1, 6))))
+    schedule = build_schedule(graph, saved, Chain.of(graph).segments(data.draw(st.integers(1, 6)))[0])
     Plan.of(graph, schedule).check()
     assert set(schedule.saved(graph)) <= saved
     assert list(schedule.forward) == sorted(set(schedule.forward))
@@ -119,7 +77,7 @@ def test_in_one_segment_nothing_is_recomputed_twice(data):
 def test_nothing_is_recomputed_for_nothing(data):
     """Every execution of a forward op in the backward makes something that is read before it is computed again."""
     graph = data.draw(graphs())
-    schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments_of(graph, data.draw(st.integers(1, 6))))
+    schedule = build_schedule(graph, data.draw(saved_sets(graph)), Chain.of(graph).segments(data.draw(st.integers(1, 6)))[0])
     for at, index in enumerate(schedule.backward):
         if index >= graph.num_forward:
             continue
