@@ -124,14 +124,6 @@ def test_a_region_is_recomputed_when_the_backward_enters_it_and_kept_until_it_le
     assert set(plan.saved) == {3, 6, 7, 8}
 
 
-def test_a_region_whose_results_are_discarded_too():
-    graph = chain(6)
-    plan = Constraints(policy=Drawn([Region((2, 3), results_too=True)]), exact=True).apply(graph).candidate.plan
-    # Backward op 7 differentiates op 4, which reads value 4: it is made again for it, though it is no part of the region.
-    assert set(plan.saved) == {1, 2, 5, 6}
-    assert plan.schedule.backward == (6, 2, 3, 7, 8, 9, 10, 11)
-
-
 def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_rest():
     graph, regions = regions_of_chain()
     ordered = Constraints(policy=Drawn(regions)).apply(graph)
@@ -142,16 +134,6 @@ def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_res
     planner = Planner(ordered.graph, given=(ordered.candidate,))
     assert planner.find(ordered.candidate.plan.peak_bytes).plan.cost_seconds <= ordered.candidate.plan.cost_seconds
     assert planner.search.smallest.peak_bytes <= ordered.candidate.plan.peak_bytes
-
-
-def test_to_save_beats_to_recompute_and_patterns_beat_the_policy():
-    graph = named(chain(6))
-    with pytest.warns(ConstraintWarning, match="1 of 2 ops cannot be recomputed .* to be saved by another order"):
-        ordered = Constraints(("op1",), ("op1", "op4"), Drawn([Region((0, 1, 2, 3))]), exact=True).apply(graph)
-    orders = [op.constraint for op in ordered.graph.ops[:6]]
-    save, again = Constraint.SAVE, Constraint.RECOMPUTE
-    assert orders == [again, save, again, save, again, save]
-    assert ordered.candidate.plan.recomputed.count(4) == 1
 
 
 # -- what cannot be obeyed ---------------------------------------------------------------------------------------------
@@ -183,16 +165,10 @@ def test_an_order_to_recompute_what_cannot_be_is_refused_with_the_reason(pattern
 
 
 @pytest.mark.parametrize(
-    ("pattern", "near"),
-    [
-        ("layers.*.mpl", "'model.layers.*.mlp'"),
-        ("aten.gelo", "'aten.gelu'"),
-        ("hiden", "'hidden'"),
-        ("zzz", "nothing there is similar"),
-    ],
+    ("option", "pattern", "near"),
+    [("save", "layers.*.mpl", "'model.layers.*.mlp'"), ("recompute", "zzz", "nothing there is similar")],
 )
-@pytest.mark.parametrize("option", ["save", "recompute"])
-def test_a_pattern_that_matches_nothing_warns_with_near_matches(pattern, near, option):
+def test_a_pattern_that_matches_nothing_warns_with_near_matches(option, pattern, near):
     with pytest.warns(ConstraintWarning) as caught:
         Constraints(**{option: (pattern,)}).apply(small())
     message = str(caught[0].message)
@@ -215,9 +191,4 @@ def test_patterns_match_paths_ops_and_names():
         assert matches_op(op, pattern), pattern
     for pattern in ("layers.1", "yers.*.mlp", "aten.ge", "test", "hidde", "head"):
         assert not matches_op(op, pattern), pattern
-
-
-def test_a_path_may_leave_out_its_beginning_but_not_its_end():
-    assert matches_path("model.layers.0.mlp", "layers.0.mlp")
-    assert not matches_path("model.layers.0.mlp", "model.layers")
-    assert not matches_path("model.sublayers.0", "layers.0")
+    assert not matches_path("model.layers.0.mlp", "model.layers"), "the end may not be left out"

