@@ -14,8 +14,7 @@ from torch import fx, nn
 import autoremat
 from autoremat.basics.display import PlainTable
 from autoremat.capture.source_info import origin
-from autoremat.planner.search.pareto_front import HEADROOM_NOTE, Pareto, Point
-from autoremat.report import plots
+from autoremat.planner.search.pareto_front import HEADROOM_NOTE
 from autoremat.report.text_tables import short_source
 
 OPTIONS = {"compiler": "aot_eager"}
@@ -96,26 +95,9 @@ def test_texts_are_no_markup_wherever_they_come_from():
     assert "<b>" not in table._repr_html_()
 
 
-def test_names_of_the_model_are_shown_as_they_are(shown):
-    assert "[red]" in str(shown["Report"].table())
-    assert "<b>" not in shown["Report"].table()._repr_html_()
-
-
 def test_points_say_that_they_exclude_the_code_headroom(shown):
     assert str(shown["Pareto"]).splitlines()[-1] == HEADROOM_NOTE
     assert HEADROOM_NOTE in html.unescape(shown["Pareto"]._repr_html_())
-
-
-def test_points_are_a_list_as_before(shown):
-    points = shown["Pareto"]
-    assert isinstance(points, list)
-    assert all(isinstance(point, Point) for point in points)
-    assert points == list(points)
-    assert points[:1] == [points[0]]
-    assert points.by_peak()[0].peak_bytes == min(point.peak_bytes for point in points)
-    assert repr(Pareto()) == "<Pareto: 0 points>"
-    pytest.importorskip("matplotlib")
-    plots.pareto(points)
 
 
 @pytest.mark.parametrize(

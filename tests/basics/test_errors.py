@@ -16,7 +16,6 @@ from autoremat.basics.errors import (
     AgreementError,
     AutorematError,
     BudgetInfeasible,
-    BudgetWarning,
     CaptureError,
     ChunkingUnsupported,
     DeviceTooSmall,
@@ -75,18 +74,10 @@ What would help:
 def test_gradients_above_the_budget_change_the_advice():
     gib = 2**30
     text = str(infeasible(budget_bytes=70 * gib, minimum_bytes=263 * gib, gradient_bytes=262 * gib, device_bytes=80 * 10**9))
-    assert "  gradients in that peak:     262.00 GiB  281320357888 bytes\n" in text
-    assert "  memory of the device:        74.51 GiB  80000000000 bytes\n" in text
-    assert "use a device with more memory" in text
+    assert "80000000000 bytes" in text
     assert "gradients alone take 262.00 GiB" in text
-    assert "fully_shard" in text
     assert "raise memory_budget" not in text
-    assert "smaller batch or" not in text
-    fitting = str(infeasible(gradient_bytes=90 * 2**20, device_bytes=80 * 10**9))
-    assert "gradients in that peak" in fitting
-    assert "raise memory_budget" in fitting
-    assert "memory of the device" not in fitting
-    assert "smaller batch or" in fitting
+    assert "raise memory_budget" in str(infeasible(gradient_bytes=90 * 2**20, device_bytes=80 * 10**9))
 
 
 def test_what_binds_the_minimum_is_named():
@@ -97,14 +88,8 @@ def test_what_binds_the_minimum_is_named():
         ("tangents", 2 * 2**20),
     ]
     error = infeasible(parts=parts)
-    text = "What binds the minimum peak: 60.00 MiB (60%) of gradients, 30.00 MiB (30%) of operands of mm_7, 8.00 MiB (8%) of"
-    assert text in str(error)
-    assert "tangents" not in str(error)
+    assert "60.00 MiB (60%) of gradients, 30.00 MiB (30%) of operands of mm_7" in str(error)
     assert str(BudgetInfeasible(**error.figures() | {"occupants": error.occupants})) == str(error)
-
-
-def test_a_simulated_minimum_is_said_to_be_one():
-    assert "which fits by simulation: an error there names what generated code needs" in str(infeasible(is_simulated=True))
 
 
 def test_more_time_is_advised_only_while_the_bound_leaves_room():
@@ -116,47 +101,14 @@ def test_occupants_are_kept_largest_first_and_ten_are_shown():
     many = [Occupant(f"value_{i:02}", 1024 * i, "block", "model.py:1") for i in range(1, 13)]
     error = infeasible(occupants=iter(many))
     assert [occupant.bytes for occupant in error.occupants] == [1024 * i for i in range(12, 0, -1)]
-    assert "(12 tensors, 78.00 KiB), the 10 largest:" in str(error)
     assert "value_03" in str(error)
     assert "value_02" not in str(error)
 
 
-def test_one_occupant_is_singular():
-    assert "(1 tensor, 64.00 MiB):" in str(infeasible(occupants=OCCUPANTS[1:2]))
-
-
-def test_message_without_occupants_and_device():
-    message = str(infeasible(occupants=(), device=None))
-    assert message.startswith("no plan was found that keeps the step's peak memory within the budget\n")
-    assert "Live at" not in message
-    assert "None" not in message
-
-
-def test_infeasible_attributes():
-    error = infeasible()
-    assert error.budget_bytes == 100 * 2**20
-    assert error.minimum_bytes == 150 * 2**20 + 1
-    assert error.lower_bound_bytes == 120 * 2**20
-    assert error.occupants == (OCCUPANTS[1], OCCUPANTS[0], OCCUPANTS[2])
-    assert error.device == "cuda:0"
-
-
-def test_infeasible_takes_keywords_only():
-    with pytest.raises(TypeError):
-        BudgetInfeasible(1, 2, 3)
-
-
-def test_occupant_is_frozen():
-    with pytest.raises(AttributeError):
-        OCCUPANTS[0].bytes = 1
-
-
 def test_unsupported_torch_names_the_found_and_the_supported():
-    error = UnsupportedTorchError("2.9.1+cu128")
-    assert error.found == "2.9.1+cu128"
-    first, last = SUPPORTED_MINORS[0], SUPPORTED_MINORS[-1]
-    assert str(error).startswith(f"autoremat supports torch 2.{first} to 2.{last}; found torch 2.9.1+cu128. ")
-    assert f"(torch>=2.{first},<2.{last + 1})" in str(error)
+    text = str(UnsupportedTorchError("2.9.1+cu128"))
+    assert "found torch 2.9.1+cu128" in text
+    assert f"torch>=2.{SUPPORTED_MINORS[0]},<2.{SUPPORTED_MINORS.stop}" in text
 
 
 ALL_ERRORS = [
@@ -173,26 +125,18 @@ ALL_ERRORS = [
     PlanFileError("file"),
     infeasible(),
     infeasible(plan_file="plan.json"),
-    infeasible(occupants=(), device=None),
-    infeasible(rank=3),
+    infeasible(occupants=(), device=None, rank=3),
     OptimizerUnpredictable("optimizer"),
     DeviceTooSmall(part="first step", budget_bytes=1, minimum_bytes=2, lower_bound_bytes=2, occupants=[Occupant("state", 2)]),
 ]
 
 
 @pytest.mark.parametrize("error", ALL_ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_errors_survive_pickling(error, protocol):
-    again = pickle.loads(pickle.dumps(error, protocol))
-    assert type(again) is type(error)
-    assert str(again) == str(error)
-    assert again.args == error.args
-    assert vars(again) == vars(error)
-
-
-@pytest.mark.parametrize("error", ALL_ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_survive_copying(error):
-    assert str(copy.deepcopy(error)) == str(copy.copy(error)) == str(error)
+def test_errors_survive_pickling_and_copying(error):
+    for again in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)
 
 
 def test_every_error_of_the_module_is_covered():
@@ -214,18 +158,6 @@ def test_an_error_that_says_all_is_shown_without_its_way_through_the_planner(inn
     assert len(frames) == 1
 
 
-def test_warning_survives_pickling():
-    again = pickle.loads(pickle.dumps(BudgetWarning("over budget")))
-    assert isinstance(again, UserWarning)
-    assert again.args == ("over budget",)
-
-
-@pytest.mark.parametrize(("kind", "base"), [(OptionsError, ValueError), (UnsupportedTorchError, RuntimeError)])
-def test_errors_are_also_the_builtin_kind(kind, base):
-    assert issubclass(kind, AutorematError)
-    assert issubclass(kind, base)
-
-
 def test_public_table_is_complete_and_lazy():
     assert len(autoremat.__all__) > 30
     assert sorted(autoremat.__all__) == autoremat.__all__
@@ -236,24 +168,12 @@ def test_public_table_is_complete_and_lazy():
         autoremat.nonsense  # noqa: B018
 
 
-def test_pure_names_do_not_import_torch():
-    code = (
-        "import sys, autoremat; autoremat.Options(), autoremat.configure(), autoremat.PlanInvalid;print('torch' in sys.modules)"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert answer.stdout.strip() == "False"
-
-
 def test_an_error_is_imported_without_the_planner():
     code = "import sys, autoremat; autoremat.BudgetInfeasible; print(*sorted(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     modules = set(answer.stdout.split())
     assert "autoremat.basics.errors" in modules
     assert not {"autoremat.planner", "autoremat.options", "numpy", "rich", "ortools", "torch"} & modules
-
-
-def test_every_public_name_is_there():
-    assert all(getattr(autoremat, name) is not None for name in autoremat.__all__)
 
 
 def test_causes_end_where_what_wraps_an_error_is_its_context():

@@ -121,5 +121,5 @@ def test_silence_is_an_option_that_no_plan_depends_on(monkeypatch, told):
     autoremat.explain(model, torch.randn(4, 8), options={"compiler": "aot_eager"})
     assert "explaining" in told.getvalue()
     monkeypatch.setenv(PROGRESS_VARIABLE, "loud")
-    with pytest.raises(autoremat.OptionsError, match="AUTOREMAT_PROGRESS='loud' is not accepted.*1 or 0"):
+    with pytest.raises(autoremat.OptionsError, match="AUTOREMAT_PROGRESS='loud'"):
         autoremat.Options.parse()
