@@ -15,6 +15,7 @@ from autoremat.options.options import (
     COST_MODEL_VARIABLE,
     DEFAULT_AUTO_HEADROOM,
     ENVIRONMENT_VARIABLE,
+    OWN_KEYS,
     Options,
     configure,
 )
