@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint, host_peak, pareto, step_peak
-from autoremat.planner.multigraph.step_profile import Step, StepGraph, in_ranges
+from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.planner.multigraph.variants import Entries
 from autoremat.planner.settings import SETTINGS
 
@@ -85,17 +85,6 @@ def test_the_least_peak_of_the_blocks_is_that_of_all_choices(step):
     assert max(0, step.least_memory().peak_bytes) == max(0, min(peak for peak, _ in all_choices(step)))
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(POINTS, min_size=2, max_size=5), st.integers(2, 5), st.integers(0, 300))
-def test_two_plans_are_at_most_one_block_dearer_than_any_number_if_one_moment_binds(points, count, budget):
-    front = pareto(points)
-    moments = [Moment(0, tuple(range(count)))]
-    two, any_number = (Entries([front] * count, [1] * count, moments, [0] * count, n).allocate(budget) for n in (2, count))
-    assert (two is None) == (any_number is None)
-    if two is not None:
-        assert any_number.seconds <= two.seconds <= any_number.seconds + front[-1].seconds - front[0].seconds
-
-
 def chain(blocks: int, gradient: int = 5) -> list[Moment]:
     """Equal blocks in sequence; each leaves a gradient."""
     numbers = range(blocks)
@@ -151,8 +140,3 @@ def test_code_that_exceeds_its_share_gets_more_room():
     before, after = (one.shared_out(600) for one in (step, higher))
     assert after.added_seconds > before.added_seconds
     assert min(share.backward_peak_bytes for share in after.shares) >= 210
-
-
-def test_ranges_of_numbers():
-    assert in_ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert in_ranges([]) == "-"
