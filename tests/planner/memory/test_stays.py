@@ -175,7 +175,6 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "there is no execution 6": lambda r: r["stays"][0].__setitem__(5, 6),
     "-1 is no whole number": lambda r: r["stays"][0].__setitem__(2, -1),
     "v1 has no form 'disk'": lambda r: r["stays"][0].__setitem__(1, "disk"),
-    "input0 has no form 'bits'": lambda r: r["stays"][0].__setitem__(0, 0),
     "do not ascend": lambda r: r["stays"].append(r["stays"][0]),
     "the positions of Stay": lambda r: r["stays"][0].__setitem__(3, 4),
     "two forms of v1 have the same name": lambda r: forms_in(r)[0].__setitem__(0, "bits"),
