@@ -31,7 +31,6 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget as DeviceBud
 from autoremat.planner.multigraph.device_budget import OptimizerMemory as OptimizerMemory
 from autoremat.planner.multigraph.step_profile import StepProfile as StepProfile
 from autoremat.planner.plans.plan import Plan as Plan
-from autoremat.report.rank_reports import RankReports as RankReports
 from autoremat.report.registry import reports as reports
 from autoremat.report.report import Report as Report
 from autoremat.step_profile.blocks import CompiledBlocks as CompiledBlocks
@@ -39,6 +38,7 @@ from autoremat.step_profile.blocks import compile_blocks as compile_blocks
 from autoremat.step_profile.profile import profile_step as profile_step
 from autoremat.tools.best_batch import best_batch as best_batch
 from autoremat.tools.explain import explain as explain
+from autoremat.tools.gather_reports import RankReports as RankReports
 from autoremat.tools.gather_reports import gather_reports as gather_reports
 from autoremat.tools.max_batch import max_batch as max_batch
 from autoremat.tools.pareto import pareto as pareto

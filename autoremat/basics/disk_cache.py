@@ -11,9 +11,11 @@ read from a file is executed, and a file that does not parse counts as absent. R
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,10 +27,12 @@ import platformdirs
 from autoremat.basics.environment import CACHE_FOLDER, said
 from autoremat.basics.environment import CACHE_SIZE as SIZE_VARIABLE
 from autoremat.basics.errors import OptionsError
-from autoremat.basics.files import read_regular_text
 from autoremat.basics.units import parse_bytes
 
 log = logging.getLogger("autoremat")
+
+LARGEST_FILE = 2**28
+"""Bytes above which a file is not read. No file that this package writes is that large."""
 
 DEFAULT_SIZE = 2**30
 MOST_BYTES = 2**60
@@ -53,6 +57,26 @@ def folder(kind: str = "reports") -> Path:
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
+
+
+def read_regular_text(path: str | os.PathLike[str]) -> str:
+    """Returns the text of a regular file.
+
+    Raises ``OSError`` for a pipe, a device, a folder and a file above ``LARGEST_FILE`` bytes, and ``ValueError`` for bytes that
+    are no UTF-8 and for an impossible name.
+    """
+    # Opened without blocking: a pipe of that name would make the process wait for ever.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if about.st_size > LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, and at most {LARGEST_FILE:,} are read")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(LARGEST_FILE).decode()
+    finally:
+        os.close(descriptor)
 
 
 def read_text(kind: str, key: str) -> str | None:

@@ -5,12 +5,20 @@ Warnings come from deep below a user's call, often through Dynamo, so a fixed nu
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import CodeType, FrameType
+
+from autoremat.basics.errors import ConstraintWarning
 
 BETWEEN = ("autoremat", "torch", "contextlib", "functools")
 """Top-level modules whose frames lie between the user's line and a warning. Generated code has no module."""
+
+_collected: ContextVar[list[str] | None] = ContextVar("messages of constraint warnings", default=None)
+"""Messages of constraint warnings that a later process repeats from a cache."""
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
@@ -37,3 +45,22 @@ def _users_frame(innermost: FrameType) -> FrameType:
             return frame
         frame = frame.f_back
     return innermost
+
+
+def warn_of_constraint(message: str) -> None:
+    """Emits a ``ConstraintWarning``, and adds it to the messages that are being collected."""
+    messages = _collected.get()
+    if messages is not None and message not in messages:
+        messages.append(message)
+    warn_user(message, ConstraintWarning)
+
+
+@contextlib.contextmanager
+def collected_constraints() -> Iterator[list[str]]:
+    """Yields a list that receives the messages of this context."""
+    messages: list[str] = []
+    token = _collected.set(messages)
+    try:
+        yield messages
+    finally:
+        _collected.reset(token)

@@ -36,8 +36,7 @@ from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.peers import joined
 from autoremat.compiler.publishing import EVALUATION, published
 from autoremat.compiler.split_budget import request_in_split
-from autoremat.options.defaults import note_compiled
-from autoremat.options.options import PLANNING_KEYS, Options
+from autoremat.options.options import Options, note_compiled
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.request.budgets import requests_of
 from autoremat.request.grants import note_grant
@@ -68,7 +67,7 @@ def backend(
     parsed = Options.parse(options, mode, compilers.inductor_config_names)
     note_graph()
     listen()
-    note_compiled(parsed, options, PLANNING_KEYS, until_reset())
+    note_compiled(parsed, options, until_reset())
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     title, waited = f"compiling {source_info.begin_of(gm.graph)}", seconds_in_dynamo()

@@ -24,7 +24,7 @@ from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.request.limits import Limits
 from autoremat.torch_private import fake_tensors
-from autoremat.torch_private.torchs_chunks import chunked_by
+from autoremat.torch_private.higher_order import chunked_by
 
 NUMBERS_OF_CHUNKS = (8, 16)
 """Numbers of chunks that are tried, in this order, if the user gives none. A chunk costs another read of the projection's

@@ -18,7 +18,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
-from autoremat.torch_private.torchs_chunks import chunked_by
+from autoremat.torch_private.higher_order import chunked_by
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 from autoremat.basics.errors import PlanFileError
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.plan_report import ReportedPlan, report_of
 from autoremat.compiler.reference import budget_of, find_soft_budget, layout_copies_bytes, plan_without_us, reference_of
-from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
+from autoremat.compiler.shares import acceptance, bytes_at_borders, headroom_of, slacks, with_code
 from autoremat.compiler.tiling import choose_parts
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints

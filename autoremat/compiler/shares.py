@@ -1,11 +1,11 @@
-"""The share of one graph in the budget of a step: the conditions that the plan of the graph must meet."""
+"""The share of one graph in the budget of a step: the conditions that its plan must meet, and the bytes of its code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoremat.compiler.headroom import with_code
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cuda_graphs_bytes, held_too_long_bytes
 from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.multigraph.ledger import PlanPoint, Share
 from autoremat.planner.plans.plan import Plan
@@ -42,3 +42,19 @@ def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan]
 def bytes_at_borders(plan: Plan, priced: PricedGraph, share: Share) -> int:
     """Returns the bytes at the borders of the graph that ``share`` counts in the backward's peak, beside those of the graph."""
     return _point(plan, priced, share).backward_peak_bytes - point_of(plan).backward_peak_bytes
+
+
+def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
+    """Returns the bytes to keep free of the budget: those of generated code, and tensors that a collective holds too long.
+
+    Generated code also makes copies into the memory of CUDA graphs.
+    """
+    captured, held = priced.captured, held_too_long_bytes(priced.captured)
+    if not context.request.fuses:
+        return held
+    return held + code_headroom_bytes(captured.graph) + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
+
+
+def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
+    """Returns ``point`` with the bytes that generated code may need beside its buffers."""
+    return point.with_more(headroom_of(priced, context))

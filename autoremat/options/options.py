@@ -17,9 +17,10 @@ from autoremat.basics.environment import BUDGET as ENVIRONMENT_VARIABLE
 from autoremat.basics.environment import COST_MODEL as COST_MODEL_VARIABLE
 from autoremat.basics.environment import POLICY as POLICY_VARIABLE
 from autoremat.basics.environment import PROGRESS as PROGRESS_VARIABLE
-from autoremat.basics.errors import OptionsError
+from autoremat.basics.errors import OptionsError, OptionWarning
 from autoremat.basics.progress import progress_in_environment, set_default
-from autoremat.options import defaults, values
+from autoremat.basics.warn import warn_user
+from autoremat.options import values
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import SavePattern
 from autoremat.planner.constraints.policies import Policy
@@ -69,9 +70,12 @@ class OptionValues(TypedDict, total=False):
 
 
 OWN_KEYS = tuple(OptionValues.__annotations__)
-PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
 _configured: dict[str, object] = {}
+_taken: dict[str, object] = {}
+"""For each option, the default that the latest compiled graph used."""
+_is_left: Callable[[], bool] = bool
+"""Returns False once the compiled graphs are gone, because torch was reset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,29 @@ def configure(**options: "Unpack[OptionValues]") -> None:
     _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
     shown = _configured.get("progress")
     set_default(None if shown is None else bool(shown))
-    defaults.warn_if_late({key: _configured[key] for key in given})
+    _warn_if_late({key: _configured[key] for key in given})
+
+
+def note_compiled(options: Options, given: Mapping[str, object] | None, is_left: Callable[[], bool]) -> None:
+    """Records the defaults that a graph used, for the warning of ``configure``; valid as long as ``is_left()`` is True."""
+    global _is_left
+    if not _is_left():
+        _taken.clear()
+    own, _is_left = underscored(options_of(given)), is_left
+    _taken.update({key: getattr(options, key) for key in OWN_KEYS if key not in (*own, "agreement", "progress")})
+
+
+def _warn_if_late(configured: Mapping[str, object]) -> None:
+    """Warns if compiled graphs used other defaults than those now ``configured``."""
+    if not _is_left():
+        _taken.clear()
+    late = [key for key, value in configured.items() if key in _taken and _taken[key] != value]
+    if late:
+        warn_user(
+            f"configure({', '.join(f'{key}=...' for key in late)}) comes too late for what is compiled already, which stays "
+            "as it is. Call configure before the first step, or torch.compiler.reset() now, so that all is compiled again",
+            OptionWarning,
+        )
 
 
 def _environment(given: Collection[str]) -> dict[str, object]:

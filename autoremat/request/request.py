@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, fields
 
-from autoremat.basics.stable import stable
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.graph.forms import BITS, DEVICE, HOST
@@ -74,4 +74,26 @@ class Request:
             parts |= {one.name: getattr(owner, one.name) for one in fields(owner) if one.compare and one.name not in left_out}
         parts["inductor"] = dict(self.options.inductor)
         parts["policy"] = policies.identity(policies.parse(self.options.policy))
-        return json.dumps(stable(parts), sort_keys=True)
+        return json.dumps(_stable(parts), sort_keys=True)
+
+
+def _stable(value: object) -> object:
+    """Returns ``value`` as JSON data that is equal in every process: without addresses and hash order."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return [_stable(one) for one in value]
+        case set() | frozenset():
+            return sorted(json.dumps(_stable(one), sort_keys=True) for one in value)
+        case dict():
+            return {str(key): _stable(one) for key, one in value.items()}
+    if callable(uuid := getattr(value, "uuid", None)) and not isinstance(value, type):
+        return [_qualified_name(type(value)), _stable(uuid())]  # torch's custom passes declare their version by `uuid`
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _qualified_name(value)
+    return [_qualified_name(type(value)), re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))]
+
+
+def _qualified_name(value: object) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"

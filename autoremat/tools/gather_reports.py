@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autoremat.agreement.joining import membership
+from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import OptionsError
-from autoremat.report.rank_reports import RankReports
+from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report.registry import reports
 from autoremat.report.report import Report
 
@@ -15,6 +17,33 @@ PATIENCE = 300.0
 """Seconds to wait for the slowest rank."""
 
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True, repr=False)
+class RankReports(Shown):
+    """The reports of several ranks. ``by_rank`` has those of each rank, oldest first."""
+
+    by_rank: Mapping[int, tuple[Report, ...]]
+
+    def line(self) -> str:
+        """Returns the one-line representation."""
+        peaks = [report.peak_bytes for of_rank in self.by_rank.values() for report in of_rank]
+        graphs = max(map(len, self.by_rank.values()), default=0)
+        return f"{len(self.by_rank)} ranks, up to {graphs} graphs, largest peak {format_bytes(max(peaks, default=0))}"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """Returns the printed table: a row for each graph of each rank."""
+        columns = ("rank", "graph", "budget", "peak", "baseline", "recomputation", "ops", "plan")
+        table = PlainTable("", columns, numbers=7)
+        for rank, of_rank in sorted(self.by_rank.items()):
+            for number, report in enumerate(of_rank):
+                table.add_row(
+                    rank, number, "none" if report.budget_bytes is None else format_bytes(report.budget_bytes),
+                    format_bytes(report.peak_bytes), format_bytes(report.baseline_peak_bytes),
+                    format_seconds(report.recompute_seconds), report.recomputed_ops,
+                    f"of {len(report.ranks)} ranks" if report.ranks else "its own",
+                )  # fmt: skip
+        return [table]
 
 
 def gather_reports(ranks: Iterable[int] | None = None) -> RankReports:

@@ -43,6 +43,9 @@ RUNS_BY_DATA = frozenset({"while_loop"})
 INDEX_BYTES = 16
 """Bytes of positions for each element of one run's stacked results in an eager scan: a tensor of them, and a product of it."""
 
+CHUNKED_OP = "torch_nn._linear_cross_entropy_batch_chunked"
+"""The beginning of the names of the custom ops of ``F.linear_cross_entropy``."""
+
 
 def name_of(node: fx.Node) -> str:
     """Returns the name of the higher-order op that ``node`` calls; empty if it calls none."""
@@ -121,3 +124,16 @@ def returned_operands(node: fx.Node) -> dict[Any, fx.Node]:
     results: Any = output.args[0]
     found = ((position, operands.get(result)) for position, result in enumerate(results) if isinstance(result, fx.Node))
     return {position: operand for position, operand in found if isinstance(operand, fx.Node)}
+
+
+def chunked_by(joint: fx.GraphModule) -> str:
+    """Returns what computes a loss of ``joint`` in chunks: a function of torch or a setting of Inductor; empty if nothing does.
+
+    Both make one opaque op of the projection and the loss, which no later pass chunks again.
+    """
+    for node in joint.graph.nodes:
+        if str(node.target).startswith(CHUNKED_OP):
+            return "torch.nn.functional.linear_cross_entropy"
+        if any(body.meta.get("produced_by_chunker") for body in bodies(node)):
+            return "Inductor (auto_chunker.enable)"
+    return ""

@@ -14,7 +14,7 @@ import platformdirs
 import pytest
 from reports import report_for
 
-from autoremat.basics import disk_cache, files
+from autoremat.basics import disk_cache
 from autoremat.basics.errors import OptionsError
 from autoremat.compiler import records
 from autoremat.compiler.records import Record
@@ -114,7 +114,7 @@ def make_link_to_a_device(path: Path) -> None:
 
 def make_huge(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(files.LARGEST_FILE + 1)
+        file.truncate(disk_cache.LARGEST_FILE + 1)
 
 
 @pytest.mark.parametrize("make", [make_pipe, make_link_to_a_device, make_huge, Path.mkdir])

@@ -8,8 +8,7 @@ import pytest
 
 from autoremat.basics import environment
 from autoremat.basics.errors import OptionsError, OptionWarning
-from autoremat.options import defaults
-from autoremat.options.options import PLANNING_KEYS, Options, configure
+from autoremat.options.options import Options, configure, note_compiled
 
 HUGE = 10**400
 
@@ -38,10 +37,10 @@ def test_a_variable_that_nothing_reads_is_warned_of_once(monkeypatch, name, near
 
 
 def test_configure_says_what_it_comes_too_late_for(monkeypatch):
-    monkeypatch.setattr(defaults, "_taken", {})
+    monkeypatch.setattr("autoremat.options.options._taken", {})
     passed = {"time_limit": 5.0}
     left = [True]
-    defaults.note_compiled(Options.parse(passed), passed, PLANNING_KEYS, lambda: left[0])
+    note_compiled(Options.parse(passed), passed, lambda: left[0])
     configure(time_limit=3.0, memory_budget=None)  # nothing took the first, and the second is what was taken
     configure(progress=False)
     with pytest.warns(OptionWarning, match=r"configure\(memory_budget=..., save=...\) comes too late.*torch.compiler.reset"):

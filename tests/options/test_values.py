@@ -15,7 +15,7 @@ import pytest
 import torch
 from requests_of_options import key_of
 
-from autoremat.basics import environment, files
+from autoremat.basics import disk_cache, environment
 from autoremat.basics.errors import OptionsError, PlanFileError
 from autoremat.options.options import OWN_KEYS, Options, configure
 
@@ -140,6 +140,6 @@ def test_what_is_no_plan_file_is_refused_at_once(make, tmp_path):
 
 def test_a_plan_file_that_is_too_large_is_not_read(tmp_path):
     with (tmp_path / "plan.json").open("wb") as file:
-        file.truncate(files.LARGEST_FILE + 1)
+        file.truncate(disk_cache.LARGEST_FILE + 1)
     with pytest.raises(PlanFileError, match="268,435,457 bytes"):
         Options(plan=tmp_path / "plan.json")

@@ -17,11 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from autoremat.basics.warn import collected_constraints
+from autoremat.basics.warn import warn_of_constraint as warn
 from autoremat.planner.constraints.forms_by_name import with_forms_by_name
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.patterns import matches_op, nearest
 from autoremat.planner.constraints.policies import Policy, Region
-from autoremat.planner.constraints.warning import collected, warn
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Trait
 from autoremat.planner.graph.schedule import Segments, build_schedule
@@ -66,7 +67,7 @@ class Constraints:
 
         Emits a ``ConstraintWarning`` for patterns that match nothing and constraints that cannot be met.
         """
-        with collected() as messages:
+        with collected_constraints() as messages:
             _warn_of_the_model(graph)
             plain = self.policy is None and not self.save and not self.recompute
             found = ConstrainedGraph(graph) if plain else _Application(self, graph).result

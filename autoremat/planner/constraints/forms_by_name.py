@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoremat.basics.units import format_bytes
-from autoremat.planner.constraints.warning import warn
+from autoremat.basics.warn import warn_of_constraint as warn
 from autoremat.planner.graph.forms import DEVICE
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Value

@@ -25,10 +25,10 @@ from typing import Any
 
 from autoremat.basics.checks import refused
 from autoremat.basics.errors import OptionsError
+from autoremat.basics.warn import warn_of_constraint as warn
 from autoremat.planner.constraints.model_structure import Forward as Forward
 from autoremat.planner.constraints.model_structure import Ops
 from autoremat.planner.constraints.patterns import matches_path, nearest
-from autoremat.planner.constraints.warning import warn
 from autoremat.planner.graph.op import Scope
 
 

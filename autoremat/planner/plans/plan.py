@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autoremat.basics.disk_cache import read_regular_text
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import PlanFileError, PlanInvalid
-from autoremat.basics.files import read_regular_text
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.fused_traffic import traffic_of
