@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoremat.measure import peak as peak_module
-from autoremat.measure.peak import UNKNOWN_BLOCK, _CudaTracker, _replay, track_peak
+from autoremat.measure.peak import _CudaTracker, _replay, track_peak
 
 MIB = 1 << 20
 
@@ -51,15 +50,6 @@ def test_peak_and_timeline_of_three_tensors_one_freed_between():
     assert len(second) == len(third) == MIB
 
 
-def test_peak_is_above_what_was_live_at_the_start():
-    before = block(64)
-    with track_peak("cpu") as peak:
-        after = block(3)
-        del after
-    assert peak.bytes == 3 * MIB
-    assert len(before) == 64 * MIB
-
-
 def test_temporaries_of_an_operator_count():
     x = torch.ones(MIB // 4)
     with track_peak("cpu") as peak:
@@ -90,36 +80,6 @@ def test_freeing_older_tensors_never_makes_it_negative():
     assert len(new) == MIB
 
 
-def test_stale_sizes_of_earlier_blocks_do_not_lower_the_peak():
-    with track_peak("cpu"):
-        reused = block(1)
-    address = reused.data_ptr()
-    del reused
-    tensors = [block(1) for _ in range(4)]
-    with track_peak("cpu") as peak:
-        tensors = [tensor for tensor in tensors if tensor.data_ptr() != address]
-        new = block(2)
-    assert peak.bytes == 2 * MIB
-    assert len(new) == 2 * MIB
-
-
-def test_an_empty_block_has_no_peak():
-    with track_peak("cpu") as peak:
-        pass
-    assert peak.bytes == 0
-    assert peak.timeline == ((0.0, 0),)
-
-
-def test_a_tracker_can_be_entered_again():
-    tracker = track_peak("cpu")
-    with tracker:
-        block(2)
-    assert tracker.bytes == 2 * MIB
-    with tracker:
-        block(1)
-    assert tracker.bytes == MIB
-
-
 def test_many_events_none_lost():
     older = [torch.empty(64, dtype=torch.uint8) for _ in range(10)]
     with track_peak("cpu") as peak:
@@ -142,14 +102,14 @@ def test_replay_tells_blocks_apart_by_address():
     assert _replay(events, 10) == ((0.0, 0), (0.0, 100), (2e-8, 0), (2e-8, 40), (3e-8, 70))
 
 
-@pytest.mark.parametrize("name", ["bytes", "timeline"])
-def test_reading_too_early_is_an_error(name):
+def test_reading_too_early_is_an_error_and_a_tracker_can_be_entered_again():
     tracker = track_peak("cpu")
-    with pytest.raises(RuntimeError, match="only after the block"):
-        getattr(tracker, name)
-    with tracker, pytest.raises(RuntimeError, match="only after the block"):
-        getattr(tracker, name)
-    getattr(tracker, name)
+    for size in (2, 1):
+        with tracker:
+            block(size)
+            with pytest.raises(RuntimeError, match="only after the block"):
+                tracker.bytes  # noqa: B018
+        assert tracker.bytes == size * MIB
 
 
 def test_nested_trackers_are_an_error_and_the_outer_one_goes_on():
@@ -162,11 +122,6 @@ def test_nested_trackers_are_an_error_and_the_outer_one_goes_on():
     assert len(first) + len(second) == 2 * MIB
 
 
-def test_starting_inside_a_profiler_is_an_error():
-    with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="inside another profiler"):
-        track_peak("cpu").__enter__()
-
-
 def test_a_profiler_inside_the_block_is_an_error():
     tracker = track_peak("cpu")
     with pytest.raises(RuntimeError, match="took over its events"), tracker:
@@ -174,13 +129,6 @@ def test_a_profiler_inside_the_block_is_an_error():
             pass
     with pytest.raises(RuntimeError, match="only after"):
         tracker.bytes  # noqa: B018
-
-
-def test_an_error_in_the_block_is_passed_on():
-    peak = track_peak("cpu")
-    with pytest.raises(KeyError), peak:
-        len(block(1)) and {}["missing"]
-    assert peak.bytes == MIB
 
 
 def test_trackers_of_two_threads_do_not_disturb_each_other():
@@ -198,11 +146,6 @@ def test_trackers_of_two_threads_do_not_disturb_each_other():
     assert found == {1: MIB, 3: 3 * MIB}
 
 
-def test_an_unknown_device_is_an_error():
-    with pytest.raises(ValueError, match="not 'meta'"):
-        track_peak("meta")
-
-
 def test_nothing_is_printed():
     code = (
         "import os, torch; from autoremat.measure.peak import track_peak\nolder = torch.empty(9)\n"
@@ -213,26 +156,6 @@ def test_nothing_is_printed():
         [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout + done.stderr == ""
-
-
-def test_messages_of_others_are_printed_while_torchs_is_dropped(capfd):
-    class Older:
-        def set_(self) -> None:
-            os.write(2, b"[W peak] " + UNKNOWN_BLOCK + b", and so on\nof another thread\n")
-
-    peak_module._used_up.clear()
-    peak_module._use_up_the_warning(Older())
-    peak_module._use_up_the_warning(None)  # once per process
-    assert capfd.readouterr().err == "of another thread\n"
-
-
-def test_the_block_runs_under_the_users_environment_and_standard_error(capfd, monkeypatch):
-    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
-    peak_module._used_up.clear()
-    with track_peak("cpu"):
-        assert "KINETO_LOG_LEVEL" not in os.environ
-        os.write(2, b"of a data loader\n")
-        assert capfd.readouterr().err.endswith("of a data loader\n")  # the profiler may say that it starts
 
 
 @pytest.mark.gpu
@@ -279,18 +202,3 @@ def test_a_history_of_the_users_own_goes_on(card):
         pass
     assert peak.bytes == 30
     assert card == [None, "all"]
-
-
-@pytest.mark.parametrize("fails", ["memory_allocated", "reset_peak_memory_stats"])
-def test_a_start_that_fails_leaves_the_device_free(card, monkeypatch, fails):
-    def fail(_: int) -> int:
-        raise RuntimeError("the device is lost")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, fails, fail)
-        with pytest.raises(RuntimeError, match="is lost"), _CudaTracker(0, record_timeline=True):
-            pass
-    assert card == [None, "all", None]
-    with _CudaTracker(0, record_timeline=True) as peak:
-        pass
-    assert (peak.bytes, card[-1]) == (30, None)

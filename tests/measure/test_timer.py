@@ -48,11 +48,3 @@ def test_work_is_measured_outside_of_the_modes_of_a_compilation_and_keeps_the_ra
         )
     assert (kind, threads, graded) == (torch.Tensor, torch.get_num_threads(), False)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_what_goes_wrong_while_measuring_is_raised_where_one_waits():
-    def fail() -> None:
-        raise RuntimeError("no such kernel")
-
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        outside_of_modes(CPU, fail)
