@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from autoremat.ops import op_traits
+from autoremat.ops import op_table, op_traits
 
 aten = torch.ops.aten
 ROWS = torch.rand(4, 8)
@@ -113,3 +113,8 @@ def test_draws_keep_their_sequence_however_kernels_are_sorted(monkeypatch: pytes
     (expected, state), (gradient, own_state) = found
     assert torch.equal(own_state, state)
     torch.testing.assert_close(gradient, expected)
+
+
+def test_no_op_has_two_rows_of_facts() -> None:
+    ops = [op for _, listed in op_table.ROWS for op in listed]
+    assert len(ops) == len(set(ops))
