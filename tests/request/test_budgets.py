@@ -14,7 +14,6 @@ from autoremat import BudgetWarning, Options, OptionWarning
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.limits import Limits
-from autoremat.request.request import Request
 from autoremat.request.surroundings import running_block
 
 MODULE = fx.symbolic_trace(nn.Identity())
@@ -77,11 +76,6 @@ def test_a_part_of_a_broken_function_takes_its_minimum_peak_under_a_share_alone(
     assert (share.is_part, share.must_fit) == (True, False)
     assert (in_bytes.is_part, in_bytes.must_fit) == (False, True)
     assert "broke the function (a call of print)" in share.limits.advice[0]
-
-
-def test_a_request_of_limits_alone_is_one_of_default_options():
-    assert Request() == request_with(Options())
-    assert Request().cache_key() == request_with(Options()).cache_key()
 
 
 def test_pareto_ignores_the_budget_of_all(isolated_options):
