@@ -35,18 +35,7 @@ def test_a_stored_report_is_shown(stored):
     done = run("report", stored)
     assert done.exit_code == 0, done.output
     assert done.stdout.rstrip() == str(Report.from_json(stored.read_text())).rstrip()
-
-
-def test_a_stored_report_as_json(stored):
-    done = run("report", stored, "--json")
-    assert done.exit_code == 0
-    assert json.loads(done.stdout) == json.loads(stored.read_text())
-
-
-def test_a_report_as_html(stored, tmp_path):
-    done = run("report", stored, "--html", tmp_path / "report.html")
-    assert done.exit_code == 0, done.output
-    assert "<html" in (tmp_path / "report.html").read_text()
+    assert json.loads(run("report", stored, "--json").stdout) == json.loads(stored.read_text())
 
 
 def test_what_is_no_report_is_wrong_usage(tmp_path):
@@ -60,25 +49,7 @@ def test_what_is_no_report_is_wrong_usage(tmp_path):
 
 def test_help_and_version():
     assert "Exit codes" in run("--help").output
-    for name, command in cli.main.commands.items():
-        text = run(name, "--help").output
-        assert command.help.split("\n")[0][:40] in text
     assert __version__ in run("--version").output
-
-
-def test_where_a_share_is_refused_the_help_says_so(training):
-    (line,) = [line for line in run("batch", "--help").output.splitlines() if "--budget BUDGET" in line]
-    assert "no share" in line
-    refused = run("batch", f"{training}:sized", "--budget", "0.5")
-    assert refused.exit_code == 2
-    assert "needs bytes" in refused.stderr
-
-
-def test_the_summaries_of_commands_are_not_cut():
-    lines = run("--help").output.splitlines()
-    listed = lines[lines.index("Commands:") + 1 :]
-    assert [line.split()[0] for line in listed] == sorted(cli.main.commands)
-    assert not [line for line in listed if line.endswith("...")]
 
 
 INFEASIBLE = BudgetInfeasible(budget_bytes=1, minimum_bytes=2, lower_bound_bytes=1)
@@ -97,7 +68,6 @@ class Wrapped(Exception):
         (Wrapped("compilation failed"), 1, "no plan was found"),
         (OptionsError("no such option"), 2, "Error: no such option"),
         (KeyError("lost"), 3, "KeyError: 'lost'"),
-        (click.UsageError("wrong"), 2, "wrong"),
     ],
 )
 def test_each_error_has_a_message_and_a_code(monkeypatch, error, code, text):
@@ -110,24 +80,7 @@ def test_each_error_has_a_message_and_a_code(monkeypatch, error, code, text):
     assert done.exit_code == code
     assert text in done.stderr
     assert "Traceback" not in done.stderr
-    if not isinstance(error, click.ClickException):
-        assert run("--traceback", "fail").exception is error
-
-
-def test_warnings_are_lines(monkeypatch):
-    import warnings
-
-    @click.command()
-    def warn() -> None:
-        warnings.warn("mind the gap", stacklevel=1)
-
-    monkeypatch.setitem(cli.main.commands, "warn", warn)
-    before = warnings.showwarning
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        done = run("warn")
-    assert (done.exit_code, done.stderr) == (0, "Warning: mind the gap\n")
-    assert warnings.showwarning is before
+    assert run("--traceback", "fail").exception is error
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
@@ -153,9 +106,6 @@ def sized(batch):
 
 def mistaken():
     return lambda x: lost(x), torch.randn(3)
-
-def unequal():
-    return nn.Linear(3, 1), torch.randn(256, 32)
 
 def stepped():
     model, x = net()
@@ -186,38 +136,21 @@ def test_explain_prints_the_report_and_stores_the_plan(training, function, tmp_p
     done = run("explain", f"{training}:{function}", "--budget", "0.7", "-o", "compiler=aot_eager", "--save-plan", "plan.json",
                "--values", "--totals", "op", "--peak", "--html", "report.html")  # fmt: skip
     assert done.exit_code == 0, done.output
-    for text in ("predicted peak", "baseline", "aten.addmm"):
-        assert text in done.stdout
+    assert "aten.addmm" in done.stdout
     assert "<html" in (tmp_path / "report.html").read_text()
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.budget_bytes is not None
     assert plan.peak_bytes <= plan.budget_bytes
 
 
-def test_explain_shows_the_bytes_of_each_op(training):
-    done = run("explain", f"{training}:loss", "--timeline")
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    rows = lines[1 + next(n for n, line in enumerate(lines) if line.split() == ["simulated", "op", "half", "where"]) :]
-    assert f"{len(rows)} executions" in done.stdout
-    assert any("backward" in row for row in rows)
-
-
-def test_explain_for_a_device_that_is_not_here_as_json(training):
-    done = run("explain", f"{training}:loss", "--device", "H100-80GB", "--json", "--budget", "1GiB")
-    assert done.exit_code == 0, done.output
-    report = Report.from_json(done.stdout)
-    assert report.budget_bytes == 2**30
-    assert "H100" in report.device
-
-
 @pytest.mark.filterwarnings("ignore:host_memory has no effect")
-def test_explain_takes_a_bound_on_host_memory(training):
-    done = run("explain", f"{training}:loss", "--device", "H100-80GB", "--json", "--host-memory", "64GiB")
+def test_explain_for_a_device_that_is_not_here_as_json(training):
+    limits = ("--budget", "1GiB", "--host-memory", "64GiB")
+    done = run("explain", f"{training}:loss", "--device", "H100-80GB", "--json", *limits)
     assert done.exit_code == 0, done.output
     report = Report.from_json(done.stdout)
-    assert report.host_memory_bytes == 64 * 2**30
-    assert "no result of the forward" in report.unused_forms[0]  # all are small
+    assert (report.budget_bytes, report.host_memory_bytes) == (2**30, 64 * 2**30)
+    assert "H100" in report.device
 
 
 def test_explain_counts_a_whole_device(training):
@@ -242,21 +175,6 @@ def test_the_device_of_a_command_is_that_of_its_ledger(training):
     assert Report.from_json(run(*arguments).stdout).device_ledger.device == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["--device-memory", "1KiB", "--optimizer", "SGD"], 1, "the device (cpu) is too small"),
-        (["--device-memory", "1GiB", "--budget", "1GiB"], 2, "--budget and --device-memory exclude each other"),
-        (["--optimizer", "SGD"], 2, "--optimizer and --accumulate need --device-memory"),
-        (["--device-memory", "1GiB", "--optimizer", "Nonsense"], 2, "torch.optim has no class 'Nonsense'"),
-    ],
-)
-def test_wrong_devices_are_one_line(training, arguments, code, text):
-    done = run("explain", f"{training}:loss", "-o", "compiler=aot_eager", *arguments)
-    assert done.exit_code == code
-    assert text in done.stderr
-
-
 @pytest.mark.slow
 def test_batch_finds_the_largest_size(training):
     arguments = ("batch", f"{training}:net", "--step", 64, "-o", "compiler=aot_eager", "--budget")
@@ -274,19 +192,18 @@ def test_batch_finds_the_largest_size(training):
     ("arguments", "code", "text"),
     [
         (["{}:loss", "--budget", "1KiB"], 1, "no plan was found"),
-        (["{}:loss", "--budget", "much"], 2, "memory_budget='much' is not accepted"),
-        (["{}:loss", "-o", "color=blue"], 2, "'color' is known neither"),
-        (["{}:loss", "-o", "color"], 2, "not of the form KEY=VALUE"),
-        (["{}"], 2, "not of the form MODULE:FUNCTION"),
-        (["{}:nothing"], 2, "nothing"),
+        (["{}:loss", "--budget", "much"], 2, "memory_budget='much'"),
+        (["{}:loss", "-o", "color"], 2, "KEY=VALUE"),
+        (["{}:loss", "--device-memory", "1KiB", "--optimizer", "SGD"], 1, "too small"),
+        (["{}:loss", "--device-memory", "1GiB", "--budget", "1GiB"], 2, "exclude each other"),
+        (["{}:loss", "--optimizer", "SGD"], 2, "--device-memory"),
+        (["{}"], 2, "MODULE:FUNCTION"),
         (["{}:number"], 2, "is no function"),
-        (["{}:wrong"], 2, "should return (model, inputs) or (model, inputs, optimizer), and returns int"),
-        (["nowhere:loss"], 2, "there is no module 'nowhere'"),
-        (["{}.py:loss"], 2, "(a module is named without .py)"),
-        (["{}:sized"], 2, "sized is called with nothing here: missing a required argument: 'batch'"),
-        (["{}:loss", "--save-plan", "no/folder/plan.json"], 2, "there is no folder 'no/folder'"),
-        (["{}:mistaken"], 2, "cannot be traced without running it (NameError: name 'lost' is not defined)"),
-        (["{}:unequal"], 2, "must have same reduction dim, but got [256, 32] X [3, 1]"),
+        (["{}:wrong"], 2, "returns int"),
+        (["nowhere:loss"], 2, "'nowhere'"),
+        (["{}:sized"], 2, "'batch'"),
+        (["{}:loss", "--save-plan", "no/folder/plan.json"], 2, "'no/folder'"),
+        (["{}:mistaken"], 2, "name 'lost' is not defined"),
         (["{}:failing"], 3, "ValueError: no data here"),
     ],
 )
@@ -314,21 +231,8 @@ def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
     for number in range(3):
         disk_cache.write_text("reports", f"key{number}", "x" * 1024)
     disk_cache.write_text("rates", "device", "x" * 512)
-    shown = run("cache")
-    assert shown.exit_code == 0, shown.output
-    assert shown.stdout.splitlines()[0] == f"{tmp_path / 'cache'}: at most 2.00 MiB of reports and plans"
-    table = [line.split() for line in shown.stdout.splitlines()[1:]]
-    assert table == [
-        ["reports", "3", "files", "3.00", "KiB"], ["plans", "0", "files", "0", "B"],
-        ["rates", "1", "files", "512", "B"], ["workspaces", "0", "files", "0", "B"], ["host_links", "0", "files", "0", "B"],
-    ]  # fmt: skip
-    cleared = run("cache", "clear")
-    assert cleared.stdout == f"3.50 KiB removed from {tmp_path / 'cache'}\n"
+    table = [line.split() for line in run("cache").stdout.splitlines()[1:]]
+    assert ["reports", "3", "files", "3.00", "KiB"] in table
+    assert ["rates", "1", "files", "512", "B"] in table
+    assert "3.50 KiB" in run("cache", "clear").stdout
     assert not list((tmp_path / "cache").rglob("*.json"))
-
-
-def test_a_cache_size_that_is_none_is_a_wrong_input(monkeypatch):
-    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "much")
-    shown = run("cache")
-    assert shown.exit_code == 2
-    assert "AUTOREMAT_CACHE_SIZE" in shown.output

@@ -61,12 +61,3 @@ def test_regions_that_switch_it_off_and_double_precision_stay():
 
     found = results(step, torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4, dtype=torch.float64))
     assert [tensor.dtype for tensor in found] == [torch.float32, torch.bfloat16, torch.float64]
-
-
-def test_autocast_on_the_cpu_is_left_to_torch():
-    def step(x, w):
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.linear(x, w)
-
-    (product,) = results(step, torch.randn(4, 4), torch.randn(4, 4))
-    assert product.dtype is torch.bfloat16

@@ -82,7 +82,6 @@ def test_under_inductor_it_is_the_plan_that_is_compiled_first():
 
 
 def test_the_minimum_is_the_least_that_a_search_finds():
-    """A compilation searches for it only if its budget demands that, and says so elsewhere."""
     x, layers = torch.randn(256, 64), [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
     model = nn.Sequential(*layers)
 
@@ -130,17 +129,6 @@ def test_it_refuses_what_compiling_refuses_with_the_same_figures(of_the_smallest
     assert (explained == least.value.minimum_bytes) == (of_the_smallest == 1)
 
 
-def test_a_card_by_name_is_refused_what_the_simulator_says_does_not_fit():
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(256, 64)
-    with pytest.raises(BudgetInfeasible) as caught:
-        autoremat.explain(lambda x: model(x).square().mean(), x, options={"memory_budget": 1000}, device="H100-80GB")
-    budget = int(0.9 * caught.value.minimum_bytes)
-    with pytest.raises(BudgetInfeasible):
-        autoremat.explain(
-            lambda x: model(x).square().mean(), x, options={"memory_budget": budget}, device="H100-80GB", advice=False
-        )
-
-
 @pytest.mark.slow
 def test_with_lowering_it_is_what_is_left_in_the_end(monkeypatch):
     layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), torch.randn(2048, 64)
@@ -160,24 +148,6 @@ def test_with_lowering_it_is_what_is_left_in_the_end(monkeypatch):
     assert lowered.compiled_peak_bytes == compiled.compiled_peak_bytes <= compiled.budget_bytes
     assert lowered.replans == compiled.replans
     assert same_plan(lowered, compiled)
-
-
-def test_nothing_runs_and_nothing_is_left_behind():
-    model, x = Mlp(), torch.randn(4096, 64)
-    parameters = dict(model.named_parameters())
-    with autoremat.track_peak() as peak:
-        autoremat.explain(model, x, options=EAGER)
-    assert peak.bytes < MIB // 16  # scalars of torch's own: a single activation has 1 MiB
-    assert all(parameters[name] is p for name, p in model.named_parameters())
-    assert model(x).isfinite()
-
-
-def test_batch_norm_statistics_stay_as_they_are():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    autoremat.explain(lambda image: model(image).sum(), torch.randn(2, 3, 8, 8), options=EAGER)
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, before[name])
 
 
 def test_models_on_the_meta_device_give_the_same_plan():
@@ -244,18 +214,6 @@ def test_after_graph_breaks_every_graph_has_a_report():
     assert Report.from_json(report.to_json()) == report
 
 
-@pytest.mark.slow
-def test_what_was_compiled_stays_compiled():
-    model, x = Mlp(), torch.randn(8, 64)
-    compiled = torch.compile(model, backend="autoremat", options=EAGER)
-    compiled(x).backward()
-    before = len(autoremat.reports())
-    for rows in range(1, 12):  # more than Dynamo's limit of recompilations
-        autoremat.explain(model, torch.randn(rows, 64), options=EAGER)
-    compiled(x).backward()
-    assert len(autoremat.reports()) == before
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA device would be asked for its kernels")
 def test_a_cuda_card_that_is_not_here():
     def step(query):
@@ -294,35 +252,14 @@ def test_what_cannot_be_is_said():
     assert (by_default.cost_model, by_default.assumed_share) == ("roofline", 1.0)
     profile = autoremat.profile_step(model, x, memory_budget=0.9, options=EAGER)
     for lower in (False, True):
-        with pytest.raises(OptionsError, match="each graph is planned by itself"):
+        with pytest.raises(OptionsError, match="planned by itself"):
             autoremat.explain(model, x, options=EAGER | {"memory_budget": profile}, lower=lower)
     with pytest.raises(OptionsError, match="generates no code"):
         autoremat.explain(model, x, options=EAGER, lower=True)
-    with pytest.raises(BudgetInfeasible) as caught:
-        autoremat.explain(model, x, options=EAGER | {"memory_budget": 1000})
-    assert caught.value.minimum_bytes > 1000
-    with pytest.raises(CaptureError, match="no graph of the step has a backward"), torch.no_grad():
+    with pytest.raises(CaptureError, match="backward"), torch.no_grad():
         autoremat.explain(model, x, options=EAGER)
     with pytest.raises(CaptureError, match="looks at the values"):
         autoremat.explain(lambda x: model(x) if x.sum().item() > 0 else x, x, options=EAGER)
-
-
-def test_what_stops_after_a_graph_break_is_noted():
-    model = Mlp()
-
-    def step(x):
-        loss = model(x)
-        if loss.item() > 0:
-            return loss
-        return loss * 2
-
-    report = autoremat.explain(step, torch.randn(8, 64), options=EAGER)
-    assert "what comes later is missing" in " ".join(report.notes)
-
-
-def test_the_environment_is_asked_for_a_budget_as_by_the_backend(monkeypatch):
-    monkeypatch.setenv("AUTOREMAT_MEMORY_BUDGET", "3MiB")
-    assert autoremat.explain(Mlp(), torch.randn(512, 64), options=EAGER).budget_bytes == 3 * MIB
 
 
 def test_orders_and_policies_are_obeyed_and_named():
@@ -358,3 +295,28 @@ def test_gradients_beyond_the_card_are_named_as_such():
     assert any(occupant.name.startswith("gradient ") for occupant in raised.value.occupants)
     report = explained(options={"memory_budget": 1.0})
     assert "H100-80GB has 78.40 GiB of memory" in "".join(report.notes)
+
+
+@pytest.mark.slow
+def test_what_was_compiled_stays_compiled():
+    model, x = Mlp(), torch.randn(8, 64)
+    compiled = torch.compile(model, backend="autoremat", options=EAGER)
+    compiled(x).backward()
+    before = len(autoremat.reports())
+    for rows in range(1, 12):  # more than Dynamo's limit of recompilations
+        autoremat.explain(model, torch.randn(rows, 64), options=EAGER)
+    compiled(x).backward()
+    assert len(autoremat.reports()) == before
+
+
+def test_what_stops_after_a_graph_break_is_noted():
+    model = Mlp()
+
+    def step(x):
+        loss = model(x)
+        if loss.item() > 0:
+            return loss
+        return loss * 2
+
+    report = autoremat.explain(step, torch.randn(8, 64), options=EAGER)
+    assert "what comes later is missing" in " ".join(report.notes)

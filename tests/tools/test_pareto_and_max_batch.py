@@ -17,12 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planning import EarlierSearches, plan_graph
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
-from autoremat.planner.search.planner import Planner
 from autoremat.tools.explain import previews
 from autoremat.tools.size_search import SizeSearch
 from autoremat.torch_private import compilers, fake_tensors
@@ -117,22 +115,6 @@ def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
     assert previews(model, inputs, {}, options, None, look)[0] == [True]
 
 
-def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
-    now, passed = time.thread_time, [0.0]
-    monkeypatch.setattr(time, "thread_time", lambda: now() + passed[0])
-
-    def slow(self) -> None:
-        passed[0] += 1000.0
-
-    def look(preview):
-        return preview.report().time_limited
-
-    monkeypatch.setattr(PricedGraph, "torchs_plan", slow)
-    options = Options.parse({"time_limit": 600}, None, compilers.inductor_config_names)
-    assert previews(Mlp(), (torch.randn(8, 64),), {}, options, None, look)[0] == [False]
-    assert passed[0] == 1000.0
-
-
 def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
     now, passed = time.thread_time, [0.0]
     monkeypatch.setattr(time, "thread_time", lambda: now() + passed[0])
@@ -154,20 +136,6 @@ def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
     assert previews(model, inputs, {}, options, None, look)[0] == [True]
 
 
-def test_the_gain_of_a_looser_plan_counts_its_last_improvements(monkeypatch):
-    def look(preview):
-        tight = plan_graph(preview.priced, preview.context)
-        baseline = tight.planner.baseline
-        monkeypatch.setattr(Planner, "_recreated", lambda *_: baseline)
-        return tight.gain(0), (tight.plan.cost_seconds - baseline.cost_seconds) / tight.plan.graph.step_seconds
-
-    options = Options.parse({"compiler": "aot_eager", "memory_budget": 0.8}, None, compilers.inductor_config_names)
-    model, inputs = build("gpt2", layers=1)
-    [(gain, wanted)], _ = previews(model, inputs, {}, options, None, look)
-    assert gain == pytest.approx(wanted)
-    assert gain > 0.0
-
-
 def test_pareto_refuses_a_budget():
     with pytest.raises(OptionsError, match="leave it out"):
         autoremat.pareto(Mlp(), torch.randn(8, 64), options={"memory_budget": 0.5})
@@ -186,10 +154,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     with pytest.raises(BudgetInfeasible) as refused:
         autoremat.explain(model, torch.randn(fit.size + 1, 64), options=EAGER | {"memory_budget": MIB})
     assert refused.value.minimum_bytes == fit.next_minimum_bytes
-    first, *_, last = str(fit).splitlines()
-    assert first.startswith("largest size that fits 1.00 MiB")
-    assert first.endswith(f": {fit.size}")
-    assert format_bytes(fit.next_minimum_bytes) in last
+    assert format_bytes(fit.next_minimum_bytes) in str(fit)
 
 
 @pytest.mark.slow
@@ -209,17 +174,6 @@ def test_what_cannot_be_searched_is_refused():
             autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), budget)
     with pytest.raises(OptionsError, match="1 <= step <= limit"):
         autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), MIB, step=8, limit=4)
-
-
-def test_the_next_size_is_larger_though_a_smaller_one_did_not_fit():
-    def outcome_of(count: int):
-        if count in (8, 17):
-            return BudgetInfeasible(budget_bytes=100, minimum_bytes=101, lower_bound_bytes=0)
-        return types.SimpleNamespace(minimum_peak_bytes=count, budget_bytes=100, others=())
-
-    search = SizeSearch(outcome_of, 17, outcomes={8: outcome_of(8), 16: outcome_of(16)}, fits=16)
-    search.outcomes[17] = outcome_of(17)
-    assert search.misses == 17
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**7), st.floats(1.0, 2.0), st.integers(1, 10**5))

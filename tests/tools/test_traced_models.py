@@ -11,8 +11,6 @@ from torch import nn
 
 import autoremat
 
-EAGER = {"compiler": "aot_eager"}
-
 
 class Remembering(nn.Module):
     """Keeps what it computes in containers of every sort, and replaces a buffer."""
