@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,52 +45,37 @@ OF_FORM = {HOST: Decision.OFFLOADED, BITS: Decision.PACKED, SHARDS: Decision.SHA
 
 
 class Reason(str, enum.Enum):
-    """Reason for a decision. ``WHY`` has the sentences."""
+    """Reason for a decision, with its sentence."""
 
-    CONSTRAINT = "constraint"
-    RANDOM = "random"
-    MUTATING = "mutating"
-    COLLECTIVE = "collective"
-    EFFECT = "effect"
-    OPAQUE = "opaque"
-    READS_MUTATED_INPUT = "reads mutated input"
-    CHOICE = "choice"
-    DATA_DEPENDENT = "data dependent"
-    FORWARD_OUTPUT = "forward output"
-    START = "start"
-    SLOWER = "slower"
-    CHEAP = "cheap"
-    BUDGET = "budget"
-    NEEDED = "needed"
-    NO_GAIN = "no gain"
-    ONLY_BACKWARD = "only backward"
-    INSIDE_READERS = "inside readers"
-    NOT_READ = "not read"
-    FREES_MEMORY = "frees memory"
+    sentence: str
 
+    def __new__(cls, value: str, sentence: str) -> Reason:
+        """Makes a reason, which is the text ``value``."""
+        made = str.__new__(cls, value)
+        made._value_, made.sentence = value, sentence
+        return made
 
-WHY: dict[Reason, str] = {
-    Reason.CONSTRAINT: "constraint of the user, a policy or the model",
-    Reason.RANDOM: "random numbers cannot be drawn a second time",
-    Reason.MUTATING: "its op writes to its inputs",
-    Reason.COLLECTIVE: "its op communicates",
-    Reason.EFFECT: "its op has an effect",
-    Reason.OPAQUE: "custom or higher-order op that nobody declares pure",
-    Reason.READS_MUTATED_INPUT: "its op reads an input that is overwritten later",
-    Reason.CHOICE: "a selection hangs on its last bits: code that rounds differently could select other elements",
-    Reason.DATA_DEPENDENT: "the data decide the size of the result, and other code could decide differently",
-    Reason.FORWARD_OUTPUT: "returned by the forward, so the caller holds it",
-    Reason.START: "recomputation starts from it",
-    Reason.SLOWER: "recomputing takes longer than writing and reading",
-    Reason.CHEAP: "recomputing takes less time than writing and reading",
-    Reason.BUDGET: "saving it would exceed the budget",
-    Reason.NEEDED: "needed to recompute another value",
-    Reason.NO_GAIN: "the other decision gains nothing",
-    Reason.ONLY_BACKWARD: "only the backward reads it",
-    Reason.INSIDE_READERS: "computed inside the kernels that read it",
-    Reason.NOT_READ: "the backward does not read it",
-    Reason.FREES_MEMORY: "device memory is free meanwhile",
-}
+    CONSTRAINT = "constraint", "constraint of the user, a policy or the model"
+    RANDOM = "random", "random numbers cannot be drawn a second time"
+    MUTATING = "mutating", "its op writes to its inputs"
+    COLLECTIVE = "collective", "its op communicates"
+    EFFECT = "effect", "its op has an effect"
+    OPAQUE = "opaque", "custom or higher-order op that nobody declares pure"
+    READS_MUTATED_INPUT = "reads mutated input", "its op reads an input that is overwritten later"
+    CHOICE = "choice", "a selection hangs on its last bits: code that rounds differently could select other elements"
+    DATA_DEPENDENT = "data dependent", "the data decide the size of the result, and other code could decide differently"
+    FORWARD_OUTPUT = "forward output", "returned by the forward, so the caller holds it"
+    START = "start", "recomputation starts from it"
+    SLOWER = "slower", "recomputing takes longer than writing and reading"
+    CHEAP = "cheap", "recomputing takes less time than writing and reading"
+    BUDGET = "budget", "saving it would exceed the budget"
+    NEEDED = "needed", "needed to recompute another value"
+    NO_GAIN = "no gain", "the other decision gains nothing"
+    ONLY_BACKWARD = "only backward", "only the backward reads it"
+    INSIDE_READERS = "inside readers", "computed inside the kernels that read it"
+    NOT_READ = "not read", "the backward does not read it"
+    FREES_MEMORY = "frees memory", "device memory is free meanwhile"
+
 
 _BY_TRAIT = (
     (Trait.RANDOM, Reason.RANDOM),
@@ -125,7 +111,7 @@ class ForwardValue:
     @property
     def why(self) -> str:
         """The reason as a sentence."""
-        return WHY[self.reason] + (f": {self.detail}" if self.detail else "")
+        return self.reason.sentence + (f": {self.detail}" if self.detail else "")
 
 
 def module_class(module: str) -> str:
@@ -161,14 +147,10 @@ class _Explainer:
         self.stays = {stay.value: stay for stay in plan.schedule.stays}
         self.outputs = frozenset(graph.forward_outputs)
         self.in_forward = frozenset(plan.schedule.forward)
-        self.again: dict[int, int] = {}
+        backward = range(self.num_forward, len(sequence))
+        self.again = {sequence[position]: position for position in backward if sequence[position] < graph.num_forward}
         """Last position in the backward of each forward op that runs there."""
-        for position in range(self.num_forward, len(sequence)):
-            if sequence[position] < graph.num_forward:
-                self.again[sequence[position]] = position
-        self.repeats: dict[int, int] = {}
-        for index in plan.recomputed:
-            self.repeats[index] = self.repeats.get(index, 0) + 1
+        self.repeats = Counter(plan.recomputed)
         self.materialised = frozenset(plan.timeline.live_ranges.values.tolist())
         self.forward_end: dict[int, int] = {}
         for position, index in enumerate(plan.schedule.forward):
@@ -189,7 +171,7 @@ class _Explainer:
                 found = graph.values[value]
                 yield ForwardValue(
                     found.name, found.bytes, op.target, found.module, found.source,
-                    decision, reason, detail, seconds, again * self.repeats.get(index, 0),
+                    decision, reason, detail, seconds, again * self.repeats[index],
                 )  # fmt: skip
 
     def decision(self, index: int, value: int) -> Decision:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.units import format_bytes, format_seconds
@@ -40,20 +41,13 @@ class ReportDiff(Shown):
     def figures(self) -> tuple[tuple[str, str, str, str], ...]:
         """Rows of (name, before, after, difference), one for each figure of a report."""
         rows = []
-        for what, attribute in _BYTES.items():
+        for what, attribute, text in _FIGURES:
             first, second = getattr(self.before, attribute), getattr(self.after, attribute)
             if attribute in _OF_OTHER_FORMS and not (first or second):
                 continue
-            both = first is not None and second is not None
-            change = _signed(second - first, format_bytes(second - first)) if both else ""
-            rows.append((what, _or_dash(first), _or_dash(second), change))
-        for what, attribute in _SECONDS.items():
-            first, second = getattr(self.before, attribute), getattr(self.after, attribute)
-            if attribute in _OF_OTHER_FORMS and not (first or second):
-                continue
-            rows.append(
-                (what, format_seconds(first), format_seconds(second), _signed(second - first, format_seconds(second - first)))
-            )
+            difference = "" if first is None or second is None else _signed(second - first, text)
+            before, after = ("-" if one is None else text(one) for one in (first, second))
+            rows.append((what, before, after, difference))
         return tuple(rows)
 
     def line(self) -> str:
@@ -71,9 +65,7 @@ class ReportDiff(Shown):
             same.add_row("every value of the forward has the same decision")
             return [figures, same]
         shown = self.changes[:CHANGES_SHOWN]
-        title = f"{len(self.changes)} values with another decision" + (
-            ", the largest" if len(shown) < len(self.changes) else ""
-        )
+        title = f"{len(self.changes)} values with another decision{', the largest' * (len(shown) < len(self.changes))}"
         table = PlainTable(title, ("bytes", "value", "before", "after", "why", "module"), numbers=1)
         for change in shown:
             known = change.after or change.before
@@ -83,22 +75,20 @@ class ReportDiff(Shown):
         return [figures, table]
 
 
-_BYTES = {
-    "budget": "budget_bytes",
-    "predicted peak": "predicted_peak_bytes",
-    "peak of the generated code": "compiled_peak_bytes",
-    "reference peak": "reference_bytes",
-    "baseline": "baseline_peak_bytes",
-    "minimum peak found": "minimum_peak_bytes",
-    "saved for the backward": "saved_bytes",
-    "peak on the host": "host_peak_bytes",
-}
-_SECONDS = {
-    "recomputation": "recompute_seconds",
-    "stalls": "stall_seconds",
-    "forward": "forward_seconds",
-    "step": "step_seconds",
-}
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("budget", "budget_bytes", format_bytes),
+    ("predicted peak", "predicted_peak_bytes", format_bytes),
+    ("peak of the generated code", "compiled_peak_bytes", format_bytes),
+    ("reference peak", "reference_bytes", format_bytes),
+    ("baseline", "baseline_peak_bytes", format_bytes),
+    ("minimum peak found", "minimum_peak_bytes", format_bytes),
+    ("saved for the backward", "saved_bytes", format_bytes),
+    ("peak on the host", "host_peak_bytes", format_bytes),
+    ("recomputation", "recompute_seconds", format_seconds),
+    ("stalls", "stall_seconds", format_seconds),
+    ("forward", "forward_seconds", format_seconds),
+    ("step", "step_seconds", format_seconds),
+)
 _OF_OTHER_FORMS = ("host_peak_bytes", "stall_seconds")
 """Figures that are shown only if a plan keeps saved tensors in other forms."""
 
@@ -122,9 +112,5 @@ def _decision(value: ForwardValue | None) -> str:
     return "-" if value is None else value.decision.value
 
 
-def _or_dash(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
-
-
-def _signed(change: float, text: str) -> str:
-    return f"+{text}" if change > 0 else text if change else "="
+def _signed(change: float, text: Callable[[Any], str]) -> str:
+    return f"+{text(change)}" if change > 0 else text(change) if change else "="

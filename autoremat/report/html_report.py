@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from autoremat.basics.units import format_bytes, format_seconds
@@ -34,11 +32,6 @@ def _breakable(path: str) -> Any:
     import markupsafe
 
     return markupsafe.Markup(re.sub("([./])", r"\1<wbr>", str(markupsafe.escape(path))))
-
-
-def write(report: ReportData, path: str | PathLike[str]) -> None:
-    """Writes the file."""
-    Path(path).write_text(to_html(report), encoding="utf-8")
 
 
 def _graph(report: ReportData) -> dict[str, Any]:

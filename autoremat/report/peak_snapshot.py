@@ -28,7 +28,6 @@ BANDS = 9
 """Maximum number of groups of modules in a profile. All smaller groups are merged into one."""
 
 GRADIENTS, TANGENTS, WORKSPACE, OUTSIDE, SMALLER = "gradients", "tangents", "workspace", "no module", "other modules"
-OTHER_CALLS, RESIDENT = "other calls in flight", "earlier micro-batches"
 
 
 class TensorCategory(str, enum.Enum):
@@ -148,9 +147,8 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     found.append(LiveTensor(op.name, op.workspace_bytes, TensorCategory.WORKSPACE, op.module, op.source))
     others, name = plan.timeline.other_calls_bytes, f"saved tensors and outputs of {graph.in_flight - 1} other calls in flight"
     found.append(LiveTensor(name, others, TensorCategory.OTHER_CALLS, "", ""))
-    found.append(
-        LiveTensor("gradients and outputs of earlier micro-batches", graph.resident_bytes, TensorCategory.RESIDENT, "", "")
-    )
+    kept = "gradients and outputs of earlier micro-batches"
+    found.append(LiveTensor(kept, graph.resident_bytes, TensorCategory.RESIDENT, "", ""))
     return sorted((tensor for tensor in found if tensor.bytes), key=lambda tensor: (-tensor.bytes, tensor.name))
 
 
@@ -201,8 +199,8 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     tangents[border:] = graph.tangent_bytes
     rows[TANGENTS] = tangents
     rows[WORKSPACE] = arrays_of(graph).workspace_bytes[np.array(plan.schedule.sequence, dtype=np.int64)]
-    rows[OTHER_CALLS] = np.full(length, plan.timeline.other_calls_bytes, dtype=np.int64)
-    rows[RESIDENT] = np.full(length, graph.resident_bytes, dtype=np.int64)
+    rows[TensorCategory.OTHER_CALLS.value] = np.full(length, plan.timeline.other_calls_bytes, dtype=np.int64)
+    rows[TensorCategory.RESIDENT.value] = np.full(length, graph.resident_bytes, dtype=np.int64)
     return {group: row for group, row in rows.items() if row.any() or group == TANGENTS}
 
 

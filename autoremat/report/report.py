@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.units import format_bytes, format_seconds
@@ -49,7 +50,7 @@ class Report(ReportData, Shown):
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib."""
-        html_report.write(self, path)
+        Path(path).write_text(html_report.to_html(self), encoding="utf-8")
 
     def summary(self) -> str:
         """Returns a line for logs."""
@@ -57,7 +58,8 @@ class Report(ReportData, Shown):
         gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
         over = "" if self.within_budget else ", OVER THE BUDGET"
         clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
-        stored = "" if self.stored is None else f", {self.stored.line()}"
+        tensors = 0 if self.stored is None else sum(total.tensors for total in self.stored.totals)
+        stored = f", {tensors} tensors in other forms, stalls {format_seconds(self.stall_seconds)}" if tensors else ""
         return (
             f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{over}, "
             f"recomputation {self.overhead:.1%} of the forward{stored}{gap}, "

@@ -90,11 +90,6 @@ class StoredTensors:
         """Bytes that one call copies to the host, and as many back."""
         return sum(total.host_bytes for total in self.totals)
 
-    def line(self) -> str:
-        """Returns the figures for a line of a log."""
-        tensors = sum(total.tensors for total in self.totals)
-        return f"{tensors} tensors in other forms, stalls {format_seconds(self.stall_seconds)}"
-
     def figures(self, host_memory_bytes: int | None) -> list[tuple[str, str]]:
         """Returns the rows of a report, each with its name."""
         rows = [("other forms", "; ".join(total.text for total in self.totals))]

@@ -46,7 +46,6 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     rows = [
         ("budget", _budget_text(report)),
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of the baseline){reserved}"),
-        *_reference(report),
         ("baseline", f"{format_bytes(report.baseline_peak_bytes)}, without recomputation"),
         ("minimum peak found", f"{at_most}{format_bytes(report.minimum_peak_bytes)}{least_reserve} (proven lower "
                            f"bound {format_bytes(report.lower_bound_bytes)}{unsearched})"),
@@ -60,6 +59,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
         *micro_batches(report),
     ]  # fmt: skip
+    if report.reference_bytes is not None:
+        rows.insert(2, ("reference peak", f"{format_bytes(report.reference_bytes)}, that of {report.reference_source}"))
     if report.values:
         counts = {decision: sum(value.decision is decision for value in report.values) for decision in Decision}
         texts = (f"{count} {decision.value}" for decision, count in counts.items() if count)
@@ -73,7 +74,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         pool = f"{format_bytes(report.graph_pool_bytes)}, kept between steps, part of the peak of the generated code"
         rows.append(("pool of CUDA graphs", pool))
     rows[1:1] = _budgets(report)
-    rows += _chunks(report) + _other_forms(report)
+    rows += _chunks(report) + ([] if report.stored is None else report.stored.figures(report.host_memory_bytes))
+    rows += [("not possible", text) for text in report.unused_forms]
     if report.ranks:
         rows.append(("shared plan", f"of ranks {', '.join(map(str, report.ranks))}"))
     if report.unknown_workspaces:
@@ -116,13 +118,6 @@ def _end(report: ReportData) -> str:
     return ", until the work of time_limit was done" if report.time_limited else ""
 
 
-def _reference(report: ReportData) -> list[tuple[str, str]]:
-    """Returns the peak without this package, with its source; nothing unless the budget is a share of it."""
-    if report.reference_bytes is None:
-        return []
-    return [("reference peak", f"{format_bytes(report.reference_bytes)}, that of {report.reference_source}")]
-
-
 def _budgets(report: ReportData) -> list[tuple[str, str]]:
     """Returns the figures of the budget of time and of the device, each with its name, and the excess over the budget."""
     rows = []
@@ -147,12 +142,6 @@ def _chunks(report: ReportData) -> list[tuple[str, str]]:
     if report.loss_chunked_by:
         rows.append(("chunked loss", f"by {report.loss_chunked_by}, and not again by autoremat"))
     return rows
-
-
-def _other_forms(report: ReportData) -> list[tuple[str, str]]:
-    """Returns the figures of saved tensors in other forms than on the device, each with its name."""
-    rows = [] if report.stored is None else report.stored.figures(report.host_memory_bytes)
-    return [*rows, *(("not possible", text) for text in report.unused_forms)]
 
 
 def _device_text(report: ReportData, ledger: DeviceBudget) -> str:

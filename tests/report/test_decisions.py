@@ -14,7 +14,7 @@ from autoremat.planner.graph.op import Kind, Role, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.report.decisions import WHY, Decision, Reason, explain_values, module_class
+from autoremat.report.decisions import Decision, Reason, explain_values, module_class
 
 
 def explained(graph: Graph, saved: set[int], budget: int | None = None) -> dict[str, tuple[Decision, Reason]]:
@@ -133,7 +133,7 @@ def test_values_add_up_to_the_plan(graph, share):
     assert sum(v.added_seconds for v in values) == pytest.approx(
         plan.added_seconds - sum(graph.ops[op].seconds for op in plan.recomputed if not graph.ops[op].outputs)
     )
-    assert all(value.why.startswith(WHY[value.reason]) for value in values)
+    assert all(value.why.startswith(value.reason.sentence) for value in values)
     for value in values:
         assert (value.decision is Decision.RECOMPUTED) <= (
             value.reason in (Reason.CONSTRAINT, Reason.CHEAP, Reason.BUDGET, Reason.NEEDED, Reason.NO_GAIN)
