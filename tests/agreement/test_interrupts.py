@@ -45,7 +45,6 @@ class Interrupts:
 
 
 def compile_together(channel: Channel, rendezvous: Rendezvous) -> list[Any]:
-    """The results of all rounds; none where this rank meets nobody."""
     meeting = rendezvous.meet("here", range(channel.job.world_size))
     session = Session(channel, meeting)
     return [session.round(topic, channel.rank, lambda parts: sorted(parts)) for topic in ROUNDS if len(meeting.members) > 1]

@@ -11,11 +11,9 @@ from rank_threads import LONG, quick, together  # noqa: F401
 from torch.distributed import HashStore
 
 from autoremat.agreement import joining
-from autoremat.agreement import rendezvous as meetings
 from autoremat.agreement.channel import Channel
 from autoremat.agreement.rendezvous import Rendezvous
-from autoremat.agreement.session import Session
-from autoremat.basics.errors import AgreementError, OptionWarning
+from autoremat.basics.errors import OptionWarning
 from autoremat.torch_private.processes import Job
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -73,30 +71,6 @@ def test_a_rank_that_recompiles_alone_goes_on_after_a_while_and_at_once_the_next
     assert len(caplog.records) == 1, "the second recompilation does not wait"
 
 
-def test_a_rank_that_never_came_is_waited_for_briefly_until_it_comes(monkeypatch):
-    monkeypatch.setattr(meetings, "PATIENCE", 0.3)
-    monkeypatch.setattr(meetings, "BRIEFLY", 0.1)
-    alone = threading.Event()
-
-    def body(channel):
-        rendezvous, seconds = Rendezvous(channel), []
-        if channel.rank:
-            assert alone.wait(LONG)
-            return rendezvous.meet("c", range(2)).members
-        for place in "ab":
-            begin = time.monotonic()
-            rendezvous.meet(place, range(2))
-            seconds.append(time.monotonic() - begin)
-        lost = set(rendezvous.lost)
-        monkeypatch.setattr(meetings, "BRIEFLY", LONG)
-        alone.set()
-        return rendezvous.meet("c", range(2)).members, seconds[1] < seconds[0], lost, rendezvous.lost
-
-    first, second = together(body, 2)
-    assert first == ((0, 1), True, {1}, set())
-    assert second == (0, 1)
-
-
 def test_a_rank_that_never_comes_is_waited_for_until_half_of_the_timeout():
     channel = Channel(Job(0, 2, HashStore(), timeout=0.6))
     found = Rendezvous(channel).meet("here", range(2))
@@ -104,61 +78,6 @@ def test_a_rank_that_never_comes_is_waited_for_until_half_of_the_timeout():
     assert [channel.within(seconds) for seconds in (0.2, 300.0)] == [0.2, 0.3]
     with pytest.warns(OptionWarning, match="ranks 1 did not come to compile here"):
         joining._tell_of_missing(found, "here")
-
-
-@pytest.mark.parametrize("others_know", [False, True])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("interrupted", [0, 1])
-def test_an_interrupt_of_a_rank_that_waits_for_others_reaches_them(monkeypatch, interrupted, first, others_know):
-    """The interrupted rank lives on, as in a notebook. It is the first to arrive or not, and would have led or not.
-
-    The other rank reads the members before the interrupt, or only after it.
-    """
-    wait_for, write_first = Channel.wait_for, Channel.write_first
-    arrived, known, told = threading.Event(), threading.Event(), threading.Event()
-
-    def arrive(channel, key, value):
-        found = write_first(channel, key, value)
-        arrived.set()
-        return found
-
-    def wait(channel, key, writer):
-        if channel.rank == interrupted:
-            assert not others_know or known.wait(LONG)
-            raise KeyboardInterrupt
-        assert others_know or interrupted != first or told.wait(LONG)
-        found = wait_for(channel, key, writer)
-        known.set()
-        return found
-
-    monkeypatch.setattr(Channel, "wait_for", wait)
-    monkeypatch.setattr(Channel, "write_first", arrive)
-    through = threading.Barrier(2)
-
-    def body(channel):
-        assert channel.rank == first or arrived.wait(LONG)
-        rendezvous = Rendezvous(channel)
-        try:
-            return Session(channel, rendezvous.meet("here", range(2))).round("begin", None, lambda parts: None)
-        except KeyboardInterrupt:
-            told.set()
-            raise
-        finally:
-            through.wait(LONG)
-
-    found = together(body, 2)
-    assert isinstance(found[interrupted], KeyboardInterrupt)
-    other = found[1 - interrupted]
-    assert isinstance(other, AgreementError)
-    assert f"failed on rank {interrupted}" in str(other)
-    assert "KeyboardInterrupt" in str(other)
-
-
-def test_only_the_ranks_that_are_named_are_expected():
-    def body(channel):
-        return None if channel.rank == 2 else Rendezvous(channel).meet("here", (0, 1)).members
-
-    assert together(body, 3) == [(0, 1), (0, 1), None]
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from autoremat.agreement.channel import Channel
 from autoremat.agreement.rendezvous import Meeting
-from autoremat.agreement.session import Session, grouped
+from autoremat.agreement.session import Session
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant
 from autoremat.torch_private.processes import Job
 
@@ -45,18 +45,6 @@ def test_an_error_on_one_rank_is_an_error_on_all(failing):
     assert all(f"failed on rank {failing}" in str(error) and "the graph is odd" in str(error) for error in others)
 
 
-def test_an_interrupt_of_the_leader_reaches_all():
-    def body(channel):
-        def plan(parts):
-            raise KeyboardInterrupt
-
-        return session(channel).round("plan", None, plan)
-
-    own, *others = together(body, 3)
-    assert isinstance(own, KeyboardInterrupt)
-    assert all(str(one).endswith("failed on rank 0, so all ranks that share it stop: KeyboardInterrupt") for one in others)
-
-
 def test_figures_of_an_infeasible_budget_reach_all_ranks():
     error = BudgetInfeasible(
         budget_bytes=10, minimum_bytes=30, lower_bound_bytes=20, occupants=[Occupant("t", 30)], device="cpu"
@@ -87,22 +75,6 @@ def test_a_rank_that_does_not_answer_ends_the_round_on_the_others(lost, monkeypa
     errors = [error for rank, error in enumerate(found) if rank != lost]
     assert all(isinstance(error, AgreementError) and error.rank == lost for error in errors), errors
     assert all(f"rank {lost} has not answered" in str(error) for error in errors)
-
-
-def test_parts_are_grouped_by_a_value():
-    parts = {rank: {"graph": "odd" if rank % 2 else "even", "rank": rank} for rank in range(4)}
-    found = grouped(parts, "graph")
-    assert {graph: [*alike] for graph, alike in found.items()} == {"even": [0, 2], "odd": [1, 3]}
-    assert found["odd"][3] is parts[3]
-
-
-def test_nothing_is_exchanged_after_an_error():
-    def body(channel):
-        rounds = session(channel)
-        rounds.fail(ValueError("odd"))
-        return rounds.round("next", None, lambda parts: None)
-
-    assert all(isinstance(one, AgreementError) for one in together(body, 2))
 
 
 def test_an_error_ends_the_session_although_the_store_has_gone():
@@ -138,12 +110,3 @@ def test_a_round_leaves_no_data_of_earlier_ones():
     together(body, 2)
     assert not any(map(stores[0].has, ("test/1/result/0", "test/1/1", "test/2/1")))
     assert stores[0].has("test/2/result/0"), "a member may still read the last result"
-
-
-def test_a_store_that_has_gone_is_an_agreement_error():
-    class Gone(HashStore):
-        def check(self, keys):
-            raise RuntimeError("connection closed")
-
-    with pytest.raises(AgreementError, match="connection closed"):
-        Channel(Job(0, 2, Gone())).has("key")
