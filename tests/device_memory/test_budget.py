@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
-from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.device_budget import EARLIER_GRADIENTS, INPUTS, StepPart
 
 UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -200,33 +199,6 @@ def test_the_cache_key_has_the_bytes_alone():
     assert (request, request.cache_key()) == (same, same.cache_key())
     with pytest.raises(autoremat.OptionsError, match="device_ledger"):
         autoremat.Options.parse({"device_ledger": budget})
-
-
-def test_explain_plans_for_the_card_that_the_budget_names():
-    with torch.device("meta"):
-        model = Model()
-    budget = autoremat.device_budget("A100-40GB", model, torch.optim.AdamW(model.parameters()))
-    report = autoremat.explain(model, TOKENS, options={"compiler": "aot_eager", "memory_budget": budget})
-    assert any("A100-40GB" in note for note in report.notes)
-    assert report.within_budget
-    assert report.predicted_device_bytes < device_memory("A100-40GB")
-
-
-@pytest.mark.slow
-def test_explain_has_the_same_ledger_with_and_without_code():
-    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
-    budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()))
-    inputs = torch.randn(301, 66)[:, :33], torch.randint(7, (301,))
-    options = {"memory_budget": budget, "cost_model": "roofline"}
-
-    def loss(x, labels):
-        return nn.functional.cross_entropy(model(x), labels)
-
-    without, with_code = (autoremat.explain(loss, *inputs, options=options, lower=way) for way in (False, True))
-    assert with_code.compiled_peak_bytes is not None
-    assert row(with_code.device_ledger, INPUTS) == row(without.device_ledger, INPUTS)
-    assert with_code.budget_bytes == without.budget_bytes
-    assert with_code.predicted_peak_bytes == without.predicted_peak_bytes
 
 
 def test_max_batch_and_configure_take_a_device_budget():

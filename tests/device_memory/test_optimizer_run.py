@@ -147,16 +147,3 @@ def test_a_wrapper_of_tensors_counts_its_inner_ones():
 
     model = nn.Linear(64, 64, bias=False)
     assert optimizer_memory([Doubling(model.parameters(), lr=1.0)], "cpu").state_bytes == 2 * bytes_of(model.parameters())
-
-
-def test_an_optimizer_is_predicted_during_compilation_as_outside_of_it():
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    found = []
-
-    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(optimizer_memory([optimizer], "cpu"))
-        return module.forward
-
-    torch.compile(model, backend=backend)(torch.randn(2, 64))
-    assert found == [optimizer_memory([optimizer], "cpu")]
