@@ -87,11 +87,6 @@ def test_unused_buffers_are_dropped_on_request_and_after_a_reset():
     assert torch.equal(loaded(host), torch.ones(256))  # a graph that was compiled before the reset may still end
 
 
-def test_what_a_hook_puts_in_place_of_a_copy_is_loaded_too():
-    host = stored(torch.arange(9.0)).clone()
-    assert torch.equal(loaded(host), torch.arange(9.0))
-
-
 def test_a_source_that_nobody_else_keeps_lives_until_the_wait_or_as_long_as_the_copy():
     link = links.Link(torch.device("cpu"))
 

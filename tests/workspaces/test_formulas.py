@@ -26,7 +26,6 @@ def measured(call: Callable[..., Any], *args: torch.Tensor) -> int:
 
 
 def bound(call: Callable[..., Any], *args: torch.Tensor) -> int:
-    """The largest bound of the traced calls, as if nothing could be measured."""
     return _largest(bound_of, call, *args)
 
 
@@ -91,11 +90,6 @@ def test_product_with_an_expanded_operand_copies_it() -> None:
     left, right = torch.randn(1, 1).expand(64, 32), torch.randn(32, 16)
     assert measured(torch.mm, left, right) == 64 * 32 * 4
     assert formula(torch.mm, left, right) == 64 * 32 * 4
-
-
-def test_plain_product_needs_nothing() -> None:
-    left, right = torch.randn(64, 32), torch.randn(16, 32).t()
-    assert measured(torch.mm, left, right) == 0 == formula(torch.mm, left, right)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
