@@ -10,7 +10,6 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
-from autoremat.compiler import planning
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.report.text_tables import whole_percents
@@ -68,14 +67,3 @@ def test_whole_percents_sum_to_a_hundred(sizes):
     assert sum(percents) == (100 if sum(sizes) else 0)
     for size, percent in zip(sizes, percents, strict=True):
         assert abs(percent - 100 * size / max(sum(sizes), 1)) < 1
-
-
-def test_the_smallest_found_says_what_is_kept_in_reserve_beside_it(monkeypatch):
-    monkeypatch.setattr(planning, "QUICK_OPS", 0)  # no code is generated for a budget that is far too small
-    report = autoremat.explain(loss, X)
-    assert report.code_headroom_bytes
-    (line,) = [line for line in str(report).splitlines() if line.startswith("minimum peak found")]
-    assert "plus 64.00 KiB of code headroom" in line
-    with pytest.raises(BudgetInfeasible) as raised:
-        by_explain("inductor")
-    assert raised.value.minimum_bytes == report.minimum_peak_bytes + report.code_headroom_bytes
