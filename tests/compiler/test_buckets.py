@@ -124,7 +124,7 @@ class Trained:
     peak: int
     budget: int
     same_bits: bool
-    """True if the gradients have the bits of a step without a budget."""
+    """True if the gradients have the bits of a step without a budget, or under Inductor its values."""
     notes: tuple[str, ...] = ()
     """The notes of the reports."""
 
@@ -177,6 +177,29 @@ def test_every_rank_keeps_the_budget_of_its_buckets(ranks):
 @pytest.mark.slow
 def test_gradients_beside_the_buckets_count(ranks):
     check([rank["no views"] for rank in ranks])
+
+
+def train_ddp_by_inductor(rank: int) -> Trained:
+    """Trains three layers under a budget that plain Inductor exceeds."""
+    torch.set_num_threads(1)
+    x = torch.randn(2048, 512, generator=torch.Generator().manual_seed(rank))
+
+    def step(**arguments: Any) -> tuple[int, list[Tensor]]:
+        torch.compiler.reset()
+        model = Layers(0)
+        model.layers.extend(one for _ in range(3) for one in (nn.Linear(512, 512), nn.GELU()))
+        return measured(torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), **arguments), x)
+
+    plain, expected = step()
+    budget = int(0.85 * plain)
+    peak, found = step(backend="autoremat", options={"memory_budget": budget, "compiler": "inductor"})
+    torch.testing.assert_close(found, expected)
+    return Trained(peak, budget, same_bits=True)
+
+
+@pytest.mark.slow
+def test_every_rank_keeps_a_budget_under_inductor_that_plain_inductor_exceeds():
+    check(values(run_ranks(train_ddp_by_inductor, 2, timeout=600)))
 
 
 # -- the ledger ---------------------------------------------------------------------------------------------------------
