@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import partial
 
@@ -24,14 +23,13 @@ UNBOUNDED = {"memory_budget": None, "compiler": "aot_eager"}
 
 
 class Mlp(nn.Module):
-    def __init__(self, width: int = 64, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = self.dropout(torch.relu(layer(x)))
+            x = torch.relu(layer(x))
         return x.square().mean()
 
 
@@ -58,19 +56,6 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list:
 
 def compile_(function, options=None, **arguments):
     return torch.compile(function, backend="autoremat", options=LEAST if options is None else options, **arguments)
-
-
-def count(module, *packets) -> int:
-    return sum(getattr(n.target, "overloadpacket", None) in packets for n in module.graph.nodes)
-
-
-def recomputed(module, *packets) -> int:
-    """How many ops of the backward module repeat a forward op."""
-    return sum(
-        "autoremat_recompute_of" in n.meta and n.target is not operator.getitem
-        and (not packets or getattr(n.target, "overloadpacket", None) in packets)
-        for n in module.graph.nodes
-    )  # fmt: skip
 
 
 # -- orders of the user ------------------------------------------------------------------------------------------------
@@ -120,38 +105,6 @@ def test_inference_goes_untouched(modules, new_reports):
         assert torch.equal(compiled(x), model(x))
     assert not modules
     assert new_reports() == []
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
-
-
-def test_dropout_masks_are_not_drawn_again(modules):
-    model = Mlp(dropout=0.5)
-
-    def step(x):
-        hidden = model.dropout(model.layers[0](x).exp())
-        return (hidden.sum(), hidden)
-
-    x = torch.randn(8, 64, requires_grad=True)
-    loss, hidden = compile_(step)(x)
-    hidden.retain_grad()
-    loss.backward()
-    kept = (hidden.detach() != 0).float()
-    expected = (hidden.detach() * model.layers[0].weight.new_ones(1)).matmul(model.layers[0].weight)
-    torch.testing.assert_close(x.grad, expected)
-    assert 0 < kept.mean() < 1
-    ((_, backward),) = modules
-    assert recomputed(backward, ATEN.bernoulli, ATEN.native_dropout, ATEN.rand_like) == 0
-
-
-def test_backward_can_run_twice_over_a_retained_graph():
-    model = Mlp()
-    loss = compile_(model)(torch.randn(8, 64))
-    loss.backward(retain_graph=True)
-    once = {name: p.grad.clone() for name, p in model.named_parameters()}
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, 2 * once[name])
 
 
 # -- several graphs, other shapes --------------------------------------------------------------------------------------

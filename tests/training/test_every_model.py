@@ -52,18 +52,6 @@ def test_assertions_about_sizes_stay_in_the_forward() -> None:
 # -- graphs that cannot be planned -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The FLOP formula of every matrix product fails."""
-
-    def fail(node: torch.fx.Node, *arguments: object) -> int:
-        if capture.op_traits.packet(node) is torch.ops.aten.mm:
-            raise IndexError("no such dimension")
-        return 0
-
-    monkeypatch.setattr(capture.op_traits, "flops_of", fail)
-
-
 def product(x: torch.Tensor) -> torch.Tensor:
     return x.sin() @ x.cos()
 
@@ -131,8 +119,13 @@ def test_a_planner_without_time_still_finds_a_plan() -> None:
     assert autoremat.reports()[-1].time_limited
 
 
-@pytest.mark.usefixtures("no_formula")
-def test_what_cannot_be_planned_trains_and_warns_once() -> None:
+def test_what_cannot_be_planned_trains_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(node: torch.fx.Node, *arguments: object) -> int:
+        if capture.op_traits.packet(node) is torch.ops.aten.mm:
+            raise IndexError("no such dimension")
+        return 0
+
+    monkeypatch.setattr(capture.op_traits, "flops_of", fail)
     expected = gradient(product, backend="aot_eager")
     before = len(autoremat.reports())
     with pytest.warns(autoremat.FallbackWarning) as caught:
@@ -141,15 +134,6 @@ def test_what_cannot_be_planned_trains_and_warns_once() -> None:
     assert "aten.mm.default" in str(warning.message)
     torch.testing.assert_close(found, expected)
     assert len(autoremat.reports()) == before
-
-
-@pytest.mark.usefixtures("no_formula")
-def test_what_cannot_be_planned_is_an_error_under_a_budget() -> None:
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        gradient(product, backend="autoremat", options=LEAST)
-    error = caught.value.inner_exception
-    assert isinstance(error, autoremat.AutorematError)
-    assert "aten.mm.default" in str(error)
 
 
 def test_a_failure_half_way_through_the_rewrite_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,41 +125,6 @@ def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
     assert measured_step(compiled, model, (tokens,)) <= report.budget_bytes
 
 
-@pytest.mark.slow
-def test_megatrons_names_on_a_mixture_of_experts_with_latent_attention():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-    heads = {"num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-    model = DeepseekV3ForCausalLM(
-        DeepseekV3Config(**sizes, **experts, **heads, v_head_dim=8, first_k_dense_replace=1, use_cache=False)
-    ).train()
-
-    def recomputed(name: str) -> set[tuple[str, str]]:
-        options = {"compiler": "aot_eager", "policy": f"selective:{name}"}
-        report = autoremat.explain(lambda x: model(input_ids=x).logits.square().mean(), tokens, options=options)
-        again = (value for value in report.values if value.decision is Decision.RECOMPUTED)
-        return {(value.module.rpartition("layers.")[2], value.op.split(".")[1]) for value in again}
-
-    tokens = torch.randint(64, (2, 24))
-    gated = {("gate_proj", "mm"), ("act_fn", "silu"), ("up_proj", "mm")}
-    mlp = {(f"0.mlp.{part}", op) for part, op in gated} | {("0.mlp", "mul")}
-    shared = {(f"1.mlp.shared_experts.{part}", op) for part, op in gated} | {("1.mlp.shared_experts", "mul")}
-    assert recomputed("mlp") == mlp | shared
-    assert recomputed("shared_experts") == shared
-    assert recomputed("moe_act") == {("1.mlp.experts.act_fn", "silu")}
-    norms = {module for module, _ in recomputed("layernorm")}
-    assert {module.rpartition(".")[2] for module in norms} == {
-        "input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm", "norm"
-    }  # fmt: skip
-    assert {module for module, _ in recomputed("core_attn")} == {"0.self_attn", "1.self_attn"}
-    up = {(f"{layer}.self_attn.{name}", "mm") for layer in (0, 1) for name in ("q_b_proj", "kv_b_proj")}
-    again = recomputed("mla_up_proj")
-    assert up < again
-    assert {module.partition(".")[2] for module, _ in again - up} == {"self_attn"}  # rotary embedding
-
-
 # -- CPU offload: activations wait in the memory of the host -----------------------------------------------------------
 
 
