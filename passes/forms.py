@@ -125,7 +125,6 @@ def _unflattened(call: Callable[..., fx.Node], flat: fx.Node, holder: fx.Node) -
 
 
 def _outermost_first(holder: fx.Node) -> list[int]:
-    """Returns the dimensions of a node's tensor in the sequence of its memory."""
     value = holder.meta["val"]
     return sorted(range(value.dim()), key=lambda dimension: -int(value.stride(dimension)))
 
@@ -137,7 +136,6 @@ def _positions(call: Callable[..., fx.Node], holder: fx.Node) -> fx.Node:
 
 
 def _call(builder: Builder, holder: fx.Node, half: str, suffix: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
-    """Returns a call of ``target`` in one half of the joint graph."""
     node = builder.make(holder, target, arguments, keywords, suffix)
     for of_the_holder in (OP, "recompute", "saved_tensor_with_no_vc_check"):
         node.meta.pop(of_the_holder, None)

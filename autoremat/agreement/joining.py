@@ -68,7 +68,6 @@ def session_at(place: str, agreement: str | tuple[int, ...]) -> Iterator[Session
 
 
 def _tell_of_missing(meeting: Meeting, place: str) -> None:
-    """Warns that some ranks did not come."""
     ranks = ", ".join(map(str, meeting.missing))
     warn_user(
         f"ranks {ranks} did not come to compile {place}, so the others planned it without them. Their plans may differ, and "

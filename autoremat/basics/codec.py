@@ -146,7 +146,6 @@ class Codec:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Returns the types of the fields of a dataclass."""
     return get_type_hints(kind, localns={"Self": kind})
 
 

@@ -126,7 +126,6 @@ _said: set[Path] = set()
 
 
 def _say_unusable(reason: str | None) -> None:
-    """Logs that the cache folder is unusable, once per process and folder."""
     where = folder("").resolve()
     if where not in _said:
         _said.add(where)

@@ -248,7 +248,6 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _last_uses(body: fx.GraphModule) -> dict[int, int]:
-    """Returns the position of the last node that holds or reads each storage."""
     found: dict[int, int] = {}
     for position, node in enumerate(body.graph.nodes):
         for holder in (node, *node.all_input_nodes):

@@ -130,7 +130,6 @@ def _is_backward(builder: Builder, required: set[fx.Node]) -> dict[fx.Node, bool
 
 
 def _required_in_forward(builder: Builder) -> set[fx.Node]:
-    """Returns the nodes that the forward's outputs and effects depend on."""
     outputs, _ = joint_graphs.joint_outputs(builder.joint, builder.num_fwd_outputs)
     stack = [n for n in outputs if isinstance(n, fx.Node) and not joint_graphs.must_be_in_backward(n)]
     stack += [n for n in builder.calls if _pins(n)]

@@ -102,7 +102,6 @@ def _fills(shape: Iterable[int], strides: Iterable[int]) -> bool:
 
 
 def _forms_of(value: Value, node: fx.Node, graph: Graph, unit: int, link: HostLink | None) -> Iterator[Form]:
-    """Yields all forms that are possible for a value."""
     if link is not None:
         yield host_form(value.bytes, link)
     tensor = node.meta["val"]

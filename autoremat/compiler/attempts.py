@@ -216,7 +216,6 @@ def _may_loosen(attempts: Sequence[Attempt], rules: Rules) -> bool:
 
 
 def _closest(attempts: Sequence[Attempt]) -> Attempt:
-    """Returns the failed attempt whose code needed the least memory."""
     failed = [attempt for attempt in attempts if attempt.failed]
     return min(failed, key=lambda attempt: (attempt.peak_bytes, attempt.headroom_bytes, attempt.shows_both_halves))
 

@@ -198,7 +198,6 @@ def _asked(compiler: Compiler) -> str:
 
 
 def _where(code: CodeType) -> str:
-    """Returns a function in words: its name, and where it begins."""
     file, name = frames.function_of(code)
     rest = "the rest of " if frames.is_rest(code) else ""
     own = name if rest else getattr(code, "co_qualname", name).rpartition("<locals>.")[2]

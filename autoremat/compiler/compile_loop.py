@@ -86,7 +86,6 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
 
 
 def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
-    """Returns the compiled graph after as many attempts as its generated code requires."""
     request, record = agreed.request, agreed.record
     is_shared = request.limits.step_share is not None
     rules = Rules(request.must_fit, record is None and not is_shared, is_shared)

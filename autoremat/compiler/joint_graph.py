@@ -220,7 +220,6 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
 
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
-    """Returns the bytes of the gradients of parameters that the backward computes."""
     _, gradients = joint_graphs.joint_outputs(captured.joint, captured.num_fwd_outputs)  # one for each input of the forward
     nodes = (gradients[index] for index in joint.static_inputs if index < len(gradients))
     aliases = (captured.aliases.get(node) for node in nodes if isinstance(node, fx.Node))

@@ -226,7 +226,6 @@ class _CandidateSearch:
     def _searched(
         self, priced: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None
     ) -> ChunkingCandidate:
-        """Returns ``priced`` with the best plan that a search finds within the limits."""
         limit = None if self.budget is None else self.budget - self.headroom - self.context.extra_headroom_bytes
         found, least = search(priced, self.context, planner, constrained, limit, time), None
         if time is not None and limit is not None:

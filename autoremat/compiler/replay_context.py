@@ -58,7 +58,6 @@ def held_too_long_bytes(captured: Capture) -> int:
 
 
 def _shards(graph: Graph) -> Iterator[tuple[Value, Form]]:
-    """Yields the values that may be kept as shards, each with that form."""
     return ((value, form) for value in graph.values for form in value.forms if form.name == SHARDS)
 
 

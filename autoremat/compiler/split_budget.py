@@ -142,7 +142,6 @@ def planned_together(split: split_graphs.Split, request: Request, patches: Mappi
 
 
 def _share(profile: StepProfile, graph: PartGraph, split: split_graphs.Split, number: int) -> Share | None:
-    """Returns the share of ``graph``, which is the part of that number."""
     share, words = profile.shares[graph.number], words_of(split)
     note = (
         f"{words.part} {number + 1} of {split.count} {words.cause}: they share one budget of "

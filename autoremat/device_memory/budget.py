@@ -173,7 +173,6 @@ def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False
 
 
 def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -> int:
-    """Returns ``value`` in bytes. Raises ``OptionsError`` for other forms."""
     count = text_to_bytes(value, name, forms) if isinstance(value, str) else as_int(value)
     if count is None or not least <= count <= MOST_BYTES:
         raise refused(name, value, forms)
@@ -181,7 +180,6 @@ def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -
 
 
 def _optimizer_memory(optimizer: object, whole: _WholeDevice) -> OptimizerMemory | None:
-    """Returns the memory of the optimizer, predicted unless it is given."""
     if optimizer is None or isinstance(optimizer, OptimizerMemory):
         return optimizer
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -193,7 +191,6 @@ def _optimizer_memory(optimizer: object, whole: _WholeDevice) -> OptimizerMemory
 
 
 def _fewer_temporaries(optimizer: object) -> str:
-    """Returns advice that makes the temporaries of the optimizer's step smaller."""
     several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     groups = [group for one in several if isinstance(one, Optimizer) for group in one.param_groups]
     if any("fused" in group and not group["fused"] for group in groups):

@@ -63,7 +63,6 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _cpu_model() -> str:
-    """Returns the processor's name: from ``/proc/cpuinfo`` on Linux, else from ``platform``."""
     try:
         with open("/proc/cpuinfo") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")

@@ -92,7 +92,6 @@ def _copy_at_once(ways: Sequence[_Way], nbytes: int) -> None:
 
 
 def _least_seconds(device: torch.device, run: Callable[[], None]) -> float:
-    """Returns the least seconds of ``run`` and of what it began on ``device``."""
     found = []
     for _ in range(REPETITIONS + 1):  # the first one also makes the device ready
         _wait(device)

@@ -60,7 +60,6 @@ def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Interco
 
 
 def _seconds_on_all_ranks(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Returns the least seconds of an all-gather of ``nbytes``, on the slowest rank."""
     shard = torch.zeros(nbytes // group.size(), dtype=torch.uint8, device=device)
     gathered = torch.empty(shard.numel() * group.size(), dtype=torch.uint8, device=device)
     least = min(_seconds(gathered, shard, group) for _ in range(REPETITIONS + 1))  # the first one also connects the ranks

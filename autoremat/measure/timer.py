@@ -38,7 +38,6 @@ class Stopwatch:
         return min(self._sample(run, runs) for _ in range(self.samples))
 
     def _sample(self, run: Callable[[], object], runs: int) -> float:
-        """Returns the seconds of one of ``runs`` runs."""
         self.wait()
         begin = self.now()
         for _ in range(runs):

@@ -222,7 +222,6 @@ def note_compiled(options: Options, given: Mapping[str, object] | None, is_left:
 
 
 def _warn_if_late(configured: Mapping[str, object]) -> None:
-    """Warns if compiled graphs used other defaults than those now ``configured``."""
     if not _is_left():
         _taken.clear()
     late = [key for key, value in configured.items() if key in _taken and _taken[key] != value]
@@ -235,7 +234,6 @@ def _warn_if_late(configured: Mapping[str, object]) -> None:
 
 
 def _environment(given: Collection[str]) -> dict[str, object]:
-    """Returns the options that the environment sets, without those that are ``given``."""
     found: dict[str, object] = {}
     environment.warn_of_unknown()
     variables = (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE)
@@ -252,7 +250,6 @@ def _environment(given: Collection[str]) -> dict[str, object]:
 
 
 def _budget_from_text(text: str) -> Budget:
-    """Returns the budget that the environment variable spells as a Python value."""
     if text.lower() == "none":
         return None
     value: object = text
@@ -276,7 +273,6 @@ def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
 
 
 def _refuse_contradictions(normalised: Mapping[str, Any]) -> None:
-    """Raises ``OptionsError`` for options that cannot be given beside each other."""
     if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
         raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
     if normalised["max_slowdown"] is not None and normalised["plan"]:

@@ -35,7 +35,6 @@ def _breakable(path: str) -> Any:
 
 
 def _graph(report: ReportData) -> dict[str, Any]:
-    """Returns the template's data for one graph."""
     drawn = {}
     if report.profile_after is not None:
         drawn["Memory over the step"] = plots.as_svg(plots.memory(report))

@@ -121,7 +121,6 @@ def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
 
 
 def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
-    """Returns all tensors that are live during one execution, the largest first."""
     graph = plan.graph
     saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
     loads = {(stay.value, stay.load) for stay in plan.schedule.stays}

@@ -167,7 +167,6 @@ def as_svg(figure: Figure) -> str:
 
 
 def _empty(width: float, height: float) -> tuple[Figure, Axes]:
-    """Returns a figure with one pair of axes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

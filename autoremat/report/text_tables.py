@@ -109,7 +109,6 @@ def _binding(report: ReportData) -> list[tuple[str, str]]:
 
 
 def _end(report: ReportData) -> str:
-    """Returns what ended the search, if anything was left to try."""
     if report.ended_by_clock:
         return (
             ", ENDED BY THE CLOCK at time_limit, before the work was done: another run may find another plan, so raise "
@@ -201,7 +200,6 @@ def whole_percents(sizes: Sequence[int]) -> list[int]:
 
 
 def _sources(report: ReportData) -> str:
-    """Returns the cost model, and the shares of its seconds by their source."""
     shares = {"calibrated": report.calibrated_share, "assumed": report.assumed_share}
     text = f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share)
     return f"{text}; communication at {report.interconnect}" if report.interconnect else text

@@ -60,7 +60,6 @@ def request_of(options: Options, around: Surroundings) -> Request:
 
 
 def _request_of(budget: Budget, options: Options, around: Surroundings) -> Request:
-    """Returns the request under ``budget`` in place of that of the options."""
     calls = options.open_calls
     limits = _limits_of(budget, options, around, calls)
     if around.why_broken is None:
@@ -85,7 +84,6 @@ def request_of_recording(options: Options) -> Request:
 
 
 def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> Limits:
-    """Returns the limits of a graph under ``budget``."""
     limits = Limits(max_slowdown=options.allowed_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
     match budget:
         case DeviceBudget() as device:

@@ -199,7 +199,6 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 
 def _holds_compiled(function: Any) -> bool:
-    """Returns True if ``function`` is or contains a result of ``torch.compile``."""
     if getattr(function, "_torchdynamo_orig_callable", None) is not None:
         return True
     modules = [module for root in _modules_of(function) for module in root.modules()]
@@ -208,7 +207,6 @@ def _holds_compiled(function: Any) -> bool:
 
 @contextlib.contextmanager
 def _undone(function: Any) -> Iterator[None]:
-    """Restores the buffers of the function's modules, and their contents, after the body."""
     parts = [part for module in _modules_of(function) for part in module.modules()]
     named = [(part._buffers, dict(part._buffers)) for part in parts]
     buffers = {id(b): b for _, before in named for b in before.values() if b is not None}

@@ -96,7 +96,6 @@ class Attention:
         return queries == keys == values or (self.minor >= 14 and keys == values == 1)
 
     def _suits_cudnn(self) -> bool:
-        """Returns True if torch tries cuDNN's attention first and it accepts these arguments."""
         enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
         if self.capability not in CUDNN_FIRST or not enabled or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
             return False
@@ -131,7 +130,6 @@ class Attention:
         return max(widths) <= (256 if self.capability[0] == 9 else 128) or (self.capability[0] == 10 and widths == (192, 128))
 
     def _suits_flash(self) -> bool:
-        """Returns True if flash attention is enabled and accepts these arguments."""
         enabled: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         width, is_square = self.query.shape[-1], self.query.shape[2] == self.key.shape[2]
         if not enabled or self.capability < (8, 0) or self.mask is not None or (self.is_causal and not is_square):
@@ -144,7 +142,6 @@ class Attention:
         return self.key.shape[-1] == self.value.shape[-1] == width <= FLASH_WIDTH
 
     def _suits_efficient(self) -> bool:
-        """Returns True if memory-efficient attention is enabled and accepts these arguments."""
         enabled: bool = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
         is_recent, has_groups = self.capability >= (8, 0), self.minor >= 14
         dtypes = (torch.float16, torch.float32, *((torch.bfloat16,) if is_recent else ()))

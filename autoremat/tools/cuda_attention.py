@@ -66,7 +66,6 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Returns the mask as numbers to add to the scores."""
     if mask.dtype is not torch.bool:
         return mask
     # As ATen writes it, so that a plan's graph is that of the card.

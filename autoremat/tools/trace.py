@@ -217,7 +217,6 @@ def models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = 
 
 
 def _inside(thing: object) -> list[object]:
-    """Returns the objects that a callable or a container refers to."""
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.MethodType):

@@ -57,7 +57,6 @@ def _generate_code(module: fx.GraphModule) -> None:
 
 
 def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Returns a function that runs the graph op by op."""
     _generate_code(module)
     forward = module.forward
 

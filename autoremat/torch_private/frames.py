@@ -238,7 +238,6 @@ def _requires_gradient(value: Any, deep: int, left: list[int]) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Returns what a container, an object or a function refers to."""
     if isinstance(value, FunctionType):
         code = value.__code__
         library = is_library(code.co_filename)

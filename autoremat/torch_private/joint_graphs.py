@@ -124,7 +124,6 @@ def _tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
 
 
 def _needed_for(outputs: Sequence[Any]) -> set[fx.Node]:
-    """Returns the nodes among ``outputs`` and all nodes that they depend on."""
     stack = [node for node in outputs if isinstance(node, fx.Node)]
     needed: set[fx.Node] = set()
     while stack:

@@ -60,7 +60,6 @@ def _cloned(store: Any) -> Any:
 
 
 def _timeout_of(group: Any) -> float:
-    """Returns the least timeout in seconds of the group's backends."""
     backends = (group._get_backend(torch.device(kind)) for kind in group._device_types)
     options = (getattr(backend, "options", None) for backend in backends)
     found = (getattr(one, "_timeout", None) for one in options)
@@ -69,7 +68,6 @@ def _timeout_of(group: Any) -> float:
 
 
 def _keeper_of(store: Any) -> int | None:
-    """Returns the rank whose process keeps ``store``, if that is known."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch without distributed has none of them
 
     while isinstance(store, PrefixStore):

@@ -105,7 +105,6 @@ def _replace_on_card(apply: Method, patterns: Any, graph: fx.GraphModule | fx.Gr
 
 
 def _name_devices(nodes: Any, named: Callable[[Any], Any]) -> None:
-    """Replaces the devices in the arguments of ``nodes``."""
     for node in nodes:
         node.args = fx.node.map_aggregate(node.args, named)
         node.kwargs = fx.node.map_aggregate(node.kwargs, named)

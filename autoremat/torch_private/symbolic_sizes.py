@@ -83,7 +83,6 @@ def _ranges(expression: Any, shapes: Any) -> Ranges:
 
 
 def _dependent_on_data(expression: Any, shapes: Any) -> list[Any]:
-    """Returns the sizes in ``expression`` that depend on data."""
     symbols = expression.free_symbols if hasattr(expression, "xreplace") else ()
     return sorted((s for s in symbols if s.is_integer and shapes.is_unbacked_symint(s)), key=str)
 
@@ -136,7 +135,6 @@ def _at(expression: Any, sizes: Mapping[Any, int], ranges: Ranges) -> int:
 
 
 def _between(least: int, limit: int, count: int) -> list[int]:
-    """Returns at most ``count`` evenly spaced integers from ``least`` to ``limit``."""
     if limit <= least:
         return [limit]
     return sorted({least + (limit - least) * step // (count - 1) for step in range(count)})

@@ -28,7 +28,6 @@ def _padded(count: int, block: int) -> int:
 
 
 def _columns(width: int) -> int:
-    """Returns the columns that flash attention computes for heads of that width."""
     return _padded(width, 32 if width <= 128 else 64)
 
 

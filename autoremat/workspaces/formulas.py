@@ -42,7 +42,6 @@ SCALARS = 256
 
 
 def _query_block(queries: int) -> int:
-    """Returns the queries per block of the CPU's flash attention."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
@@ -87,7 +86,6 @@ def _blocked(tensor: torch.Tensor) -> int:
 
 
 def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor) -> int:
-    """Returns the bytes of image, weight and result in blocks."""
     return _blocked(image) + _blocked(out) + tensor_bytes(weight) + SMALL
 
 

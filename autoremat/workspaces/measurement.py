@@ -219,7 +219,6 @@ def _measure(
 
 
 def _fillings(node: fx.Node, has_integers: bool, valid: int) -> tuple[Filling, ...]:
-    """Returns the data to run the call on."""
     if node.target in PIVOTS:
         return (Filling(None, Integers.ONES),)
     found: tuple[Filling, ...] = PLAIN
@@ -268,7 +267,6 @@ def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told: list
 
 
 def _new_storages(results: list[torch.Tensor], arguments: list[torch.Tensor]) -> list[int]:
-    """Returns the bytes of each storage of ``results`` that ``arguments`` do not share."""
     there = {storage_key(tensor) for tensor in arguments}
     found = {storage_key(tensor): size_hint(tensor.untyped_storage().nbytes()) for tensor in results}
     return [size for key, size in found.items() if key not in there]

@@ -133,7 +133,6 @@ def _is_trained(projection: fx.Node) -> bool:
 
 
 def _origin_of(factor: Any) -> Any:
-    """Returns what ``factor`` is a view of."""
     while isinstance(factor, fx.Node) and op_traits.packet(factor) in FACTOR_VIEWS:
         factor = factor.args[0]
     return factor

@@ -60,7 +60,6 @@ def _is_selection(node: fx.Node) -> bool:
 
 
 def _is_padding(node: fx.Node) -> bool:
-    """Returns True if ``node`` pads a gradient with rows of zeros."""
     if node.target not in PADDINGS or node.kwargs or not joint_graphs.is_traced_in_backward(node):
         return False
     if not _is_static(node, _padded(node)) or (node.target is PADDINGS[1] and not _is_zeros(node.args[0])):
@@ -74,13 +73,11 @@ def _is_zeros(node: Any) -> bool:
 
 
 def _is_static(*nodes: Any) -> bool:
-    """Returns True if all are tensors of fixed sizes."""
     values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in nodes]
     return all(isinstance(v, torch.Tensor) and all(type(size) is int for size in v.shape) for v in values)
 
 
 def _padded(padding: fx.Node) -> Any:
-    """Returns the gradient that ``padding`` pads."""
     return padding.args[PADDINGS.index(padding.target)]
 
 
@@ -111,7 +108,6 @@ def _keeps_zeros(reader: fx.Node, operand: fx.Node) -> bool:
 
 
 def _keeps_rows(view: fx.Node) -> bool:
-    """Returns True if ``view`` changes only the row dimensions."""
     return op_traits.packet(view) in VIEWS and _is_static(view) and shape_of(view)[-1] == shape_of(view.args[0])[-1]
 
 

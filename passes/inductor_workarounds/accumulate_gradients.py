@@ -82,7 +82,6 @@ def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, argu
 
 
 def _is_only_for(reader: fx.Node, node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Returns True if ``node`` calls ``target`` and only ``reader`` reads its result."""
     return node.target is target and len(node.users) == 1 and reader in node.users
 
 
@@ -122,7 +121,6 @@ def _same_type(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _same_shape(node: fx.Node, other: fx.Node) -> bool:
-    """Returns True if both tensors have the same sizes, by hints."""
     first, second = _val(node), _val(other)
     if first is None or second is None:
         return False

@@ -125,7 +125,6 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _floating(node: fx.Node) -> list[fx.Node]:
-    """Returns the operands that hold floating-point numbers."""
     return [read for read in node.all_input_nodes if any(t.is_floating_point() for t in tensors_in(read.meta.get("val")))]
 
 

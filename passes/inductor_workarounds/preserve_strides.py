@@ -38,7 +38,6 @@ def preserve_strides(backward: fx.GraphModule) -> int:
 
 
 def _storage_of(node: fx.Node) -> fx.Node:
-    """Returns the node that owns the storage that ``node`` views."""
     while node.op == "call_function" and is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

@@ -73,7 +73,6 @@ def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
 
 
 def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for a pointwise op: operands by rows, broadcast ones whole."""
     lead, made = lead_of(node, region, given), shape_of(node)
     reads: dict[fx.Node, Rows | int | None] = {}
     for operand in node.all_input_nodes:
@@ -94,7 +93,6 @@ def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _creation(node: fx.Node, lead: int) -> Step:
-    """Returns the rule for an op that creates a tensor of given sizes."""
     rest = shape_of(node)[lead:]
     return Step({}, lambda args, kwargs, count: (node.target, ([count, *rest], *args[1:]), dict(kwargs)), Rows(lead))
 
@@ -206,14 +204,12 @@ def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _unsqueeze(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for a new dimension within rows."""
     lead, rank = lead_of(node, region, given), len(shape_of(node))
     place = inner_dimension(node, node.args[1], rank, lead)  # type: ignore[arg-type]
     return Step({node.args[0]: Rows(lead)}, with_argument(node, 1, place), Rows(lead))  # type: ignore[dict-item]
 
 
 def _squeeze(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for dropping dimensions within rows."""
     lead, rank = lead_of(node, region, given), len(shape_of(node.args[0]))
     if len(node.args) < 2:
         raise ChunkingUnsupported(f"{described(node)} may drop rows")
@@ -223,7 +219,6 @@ def _squeeze(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _expand(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for an expansion to the rows, or within them."""
     lead, made, operand = lead_of(node, region, given), shape_of(node), node.args[0]
     before, rest = shape_of(operand), made[lead:]
     in_rows = before[: max(0, lead - (len(made) - len(before)))]

@@ -38,7 +38,6 @@ def _row_sizes(node: fx.Node, region: Region, operand: Any, lead: int) -> tuple[
 
 
 def _split(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for a split within rows."""
     operand, sizes, *rest = node.args
     lead = lead_of(node, region, given)
     dimension = inner_dimension(node, rest[0] if rest else 0, len(shape_of(operand)), lead)  # type: ignore[arg-type]
@@ -47,7 +46,6 @@ def _split(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _moments(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for the variance and the mean over dimensions within rows."""
     operand, *dimensions = node.args
     lead, listed = lead_of(node, region, given), integers(dimensions)
     if node.target is not aten.var_mean.correction or not listed:
@@ -110,7 +108,6 @@ def _mean(make: Make, total: fx.Node, parts: list[fx.Node]) -> fx.Node:
 
 
 def _loss_backward(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for the gradient of ``nll_loss_forward``, by rows."""
     gradient, scores, labels, weight, reduction, _, total = node.args
     if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
         raise ChunkingUnsupported(f"{described(node)} mixes rows")

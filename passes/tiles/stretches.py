@@ -85,7 +85,6 @@ def _lead(node: fx.Node, count: int) -> int | None:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Returns the bytes of the node's tensor, without repetition in expanded dimensions."""
     value = node.meta["val"]
     sizes = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride]
     return int(value.itemsize * math.prod(sizes))

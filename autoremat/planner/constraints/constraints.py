@@ -127,7 +127,6 @@ class _Application:
         return named
 
     def _of(self, pattern: str) -> tuple[int, ...]:
-        """Returns the forward ops that ``pattern`` matches."""
         return tuple(index for index, op in enumerate(self.forward.ops) if matches_op(op, pattern))
 
     def _matches(self, patterns: Iterable[str], option: str) -> frozenset[int]:
@@ -142,7 +141,6 @@ class _Application:
         return frozenset(found)
 
     def _possible(self, ops: frozenset[int], what: str) -> frozenset[int]:
-        """Returns those of ``ops`` that can be recomputed; warns of the others."""
         held = set(self.graph.forward_outputs)
         refused: dict[int, str] = {}
         for index in sorted(ops):
@@ -174,7 +172,6 @@ class _Application:
         return ConstrainedGraph(graph, candidate, bound)
 
     def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Candidate:
-        """Returns the policy's own plan."""
         saved = frozenset(v for i, op in enumerate(self.forward.ops) if i not in recomputed for v in op.outputs)
         label = f"policy {self.constraints.policy}, {len(self.regions)} regions"
         segments = self._segments()
@@ -237,19 +234,16 @@ def _warn_of_the_model(graph: Graph) -> None:
 
 
 def _why_once(op: Op) -> str:
-    """Returns the reason why an op may not run twice."""
     declare = "; autoremat.declare_pure says that it may" if op.traits & NOT_REMATERIALIZABLE is Trait.OPAQUE else ""
     return f"may not run twice ({(op.traits.name or '').lower()}{declare})"
 
 
 def _named(refused: Mapping[Op, str]) -> str:
-    """Returns the first ops with their reasons, and the number of the others."""
     shown = "; ".join(f"{_called(op)}: {reason}" for op, reason in list(refused.items())[:SHOWN])
     return shown + (f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else "")
 
 
 def _called(op: Op) -> str:
-    """Returns the op's target with its module and source line."""
     return op.target + (f" in {op.module}" if op.module else "") + (f" at {op.source}" if op.source else "")
 
 

@@ -117,14 +117,12 @@ class Forward:
 
     @cached_property
     def _is_layer(self) -> Callable[[Scope], bool]:
-        """A predicate that is True for the modules that are layers."""
         numbered = {s for scopes in self.scopes for s in scopes if s.path.rpartition(".")[2].isdigit()}
         children = Counter((s.path.rpartition(".")[0], s.kind) for s in numbered)
         alike = {s for s in numbered if children[s.path.rpartition(".")[0], s.kind] > 1}
         return (alike or numbered).__contains__
 
     def _bytes(self, parts: Iterable[Ops]) -> int:
-        """Returns the bytes of the results of ``parts``."""
         return sum(self.graph.values[v].bytes for part in parts for index in part for v in self.ops[index].outputs)
 
     # -- layers by repetition ------------------------------------------------------------------------------------------
@@ -184,7 +182,6 @@ class Forward:
         return between, products
 
     def _descendants(self, roots: set[int], among: set[int]) -> set[int]:
-        """Returns those of ``among`` that depend on ``roots``."""
         reached = {v for root in roots for v in self.ops[root].outputs}
         found = set()
         for index in sorted(among):
@@ -195,7 +192,6 @@ class Forward:
 
 
 def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
-    """Returns the start and the length of the longest run of True."""
     edges = np.diff(np.concatenate(([0], flags.astype(np.int8), [0])))
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     if not len(starts):

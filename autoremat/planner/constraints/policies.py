@@ -57,7 +57,6 @@ def grouped(layers: Sequence[Ops], size: int) -> list[Region]:
 
 
 def _layers(forward: Forward, policy: Policy) -> tuple[Ops, ...]:
-    """Returns the layers of ``forward``; warns if there are none."""
     if not forward.layers:
         warn(
             f"{policy} has no effect on a graph of {len(forward.ops)} forward ops: it has no layers, neither numbered modules "
@@ -202,7 +201,6 @@ class Selective:
 
 
 def _regions_of(forward: Forward, name: str) -> list[Region]:
-    """Returns one region per call of the modules that ``name`` selects."""
     if name not in MODULES:
         return [Region(ops) for ops in forward.calls_of(lambda scope: matches_path(scope.path, name))]
     module = MODULES[name]
@@ -279,6 +277,5 @@ def identity(policy: Policy | None) -> object:
 
 
 def _check_count(policy: Policy, count: object) -> None:
-    """Raises ``OptionsError`` unless ``count`` is an int > 0."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise OptionsError(f"policy={policy!r} is not accepted: expected a whole number > 0. Accepted: {FORMS}")

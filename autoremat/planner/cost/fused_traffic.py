@@ -104,7 +104,6 @@ class FusedTraffic:
         return spread / made if made and self.graph.ops[index].inputs and spread > LARGEST_TYPE_RATIO * made else 1.0
 
     def _made_bytes(self, index: int) -> int:
-        """Returns the bytes of the op's results."""
         return sum(self.graph.values[v].bytes for v in self.graph.ops[index].outputs)
 
     @cached_property

@@ -101,7 +101,6 @@ def seconds_of_arithmetic(work: Work, device: Device) -> float:
 
 
 def _seconds_of_waves(product: Product, device: Device, reached: Efficiencies) -> float:
-    """Returns the seconds of the arithmetic of ``product``, with the best tiles."""
     of_one = device.flops_per_second / device.multiprocessors
     elements, best = product.rows * product.columns * product.count, math.inf
     summing = elements * PARTIAL_SUM_BYTES / device.bytes_per_second * (reached.stream / reached.operands)

@@ -126,7 +126,6 @@ class IntervalModel:
         return lower, upper
 
     def _reading_and_holding(self, rows: Rows) -> None:
-        """Adds the rows of reading and retention."""
         for value, events in enumerate(self.hold):
             before: list[int] = []
             for event, column in events.items():
@@ -138,7 +137,6 @@ class IntervalModel:
                 before = there
 
     def _inputs(self, rows: Rows) -> None:
-        """Adds the rows of inputs."""
         for index, sites in enumerate(self.again):
             for site, column in sites.items():
                 for value in self.graph.computed_inputs[index]:

@@ -60,7 +60,6 @@ class Sites:
         """Sites whose ``apart`` is out of date (see :meth:`settle`)."""
 
     def _movable(self) -> list[bool]:
-        """Returns, for each op, True if it may be recomputed."""
         graph = self.graph
         held = frozenset(() if graph.single_phase else graph.forward_outputs)
         return [
@@ -73,7 +72,6 @@ class Sites:
         ]
 
     def _together_at_first(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Returns ``together`` of the initial state."""
         bytes_at = np.zeros(self.end + 1)
         for value, made in enumerate(self.producer):
             if made >= 0:
@@ -219,7 +217,6 @@ class Sites:
         return found
 
     def _growth(self, index: int, reads: dict[int, set[int]]) -> int:
-        """Returns the change in live bytes if ``index`` runs next."""
         freed = sum(self.size[v] for v in self.inputs[index] if reads.get(v) == {index})
         return sum(self.size[v] for v in self.outputs[index]) - freed
 

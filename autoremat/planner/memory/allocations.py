@@ -96,7 +96,6 @@ def _sizes(half: HalfAllocations) -> dict[int, int]:
 
 
 def _live(events: Sequence[Event]) -> list[int]:
-    """Returns the allocations that are live after ``events``."""
     live: dict[int, None] = {}
     for number, size in events:
         if size == FREED:

@@ -92,7 +92,6 @@ def _tuple(numbers: str) -> str:
 
 
 def _first_names(arguments: str) -> list[str]:
-    """Returns the names that begin the arguments of a call, at most two."""
     found: list[str] = []
     rest = arguments
     while len(found) < 2 and (argument := ARGUMENT.match(rest)):

@@ -218,7 +218,6 @@ def _allocations(heap: Heap, arguments: Iterable[str], statements: Sequence[ast.
 
 
 def _is_recorded(statement: ast.stmt, is_recorded: Callable[[str], bool]) -> bool:
-    """Returns True if a CUDA graph records the call in ``statement``."""
     return any(is_recorded(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name))
 
 

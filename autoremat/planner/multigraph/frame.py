@@ -122,7 +122,6 @@ class Frame:
         return kept
 
     def _is_live(self, border: Border, number: int, read_from: int | None, kept: int) -> bool:
-        """Returns True if the border takes memory of the step."""
         if border.made_by is None:
             return False
         if border.leaves and read_from is None:

@@ -107,7 +107,6 @@ class Step:
 
     @cached_property
     def _smallest(self) -> Allocation:
-        """The choice of plans with the smallest peak, which no budget changes."""
         return self._entries.least_memory()
 
     def points(self, choice: Sequence[int]) -> list[PlanPoint]:

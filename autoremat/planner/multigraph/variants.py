@@ -98,12 +98,10 @@ class Entries:
 
     @cached_property
     def _least_by_graph(self) -> Allocation:
-        """The assignment of one plan per graph with the smallest peak."""
         return ledger.least_memory(*self._by_graph, self.host_bytes)
 
     @cached_property
     def _by_graph(self) -> tuple[list[Front], list[int], list[Moment]]:
-        """The fronts, calls and moments of the graphs, each with one plan."""
         moments = [
             replace(
                 moment,
@@ -120,7 +118,6 @@ class Entries:
         return None if found is None else replace(found, choice=tuple(found.choice[graph] for graph in self.graph_of))
 
     def _added(self, found: Allocation) -> float:
-        """Returns the seconds above those of the fastest plans."""
         fastest = [count * min(p.seconds for p in front) for count, front in zip(self.calls, self.fronts, strict=True)]
         return found.seconds - sum(fastest)
 
@@ -151,7 +148,6 @@ class Entries:
         return found if figures[1] < figures[0] else start
 
     def _limit(self, model: Model, members: Sequence[int]) -> None:
-        """Limits the different plans of one graph to the number of variants."""
         plans = range(len(model.chosen[members[0]]))
         used = [model.model.new_bool_var(f"y[{members[0]},{k}]") for k in plans]
         model.model.add(sum(used) <= self.variants)

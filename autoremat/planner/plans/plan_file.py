@@ -58,7 +58,6 @@ def graph_hash(graph: Graph) -> str:
 
 
 def _op_structure(graph: Graph, index: int) -> tuple[Any, ...]:
-    """Returns the facts about an op that belong to the structural hash."""
     op = graph.ops[index]
     target = re.sub(r" at 0x[0-9a-fA-F]+", "", op.target)
     made = [graph.values[v].bytes for v in op.outputs]

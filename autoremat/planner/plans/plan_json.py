@@ -93,6 +93,5 @@ def _items(kind: type, table: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _within(numbers: Sequence[int], count: int, what: str) -> None:
-    """Raises ``ValueError`` unless all ``numbers`` are below ``count``."""
     if beyond := [n for n in numbers if n >= count]:
         raise ValueError(f"there is no {what} {beyond[0]}: there are {count}")

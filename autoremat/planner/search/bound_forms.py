@@ -74,7 +74,6 @@ class BoundForms:
         return self._completed[id(plan)][1]
 
     def _stays(self, plan: Plan, values: frozenset[int]) -> Sequence[Stay]:
-        """Returns stays for ``values``, which ``plan`` keeps on the device."""
         if not values:
             return ()
         only = (replace(v, forms=v.forms if number in values else ()) for number, v in enumerate(self.graph.values))

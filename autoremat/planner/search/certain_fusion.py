@@ -29,7 +29,6 @@ class CertainFusion:
         return self._inlined.get(value, False)
 
     def _is_materialised(self, index: int, value: int) -> bool:
-        """Returns True if the pointwise op ``index`` surely materialises its result."""
         graph = self.graph
         if index < graph.num_forward:
             return False

@@ -126,7 +126,6 @@ class GroupedPlan:
 
     @cached_property
     def _saved_ranges(self) -> list[LiveRange]:
-        """The live ranges of saved values."""
         saved = frozenset(self.plan.saved)
         return [one for one in self.plan.timeline.live_ranges.of_values() if one.value in saved]
 

@@ -74,7 +74,6 @@ class JointProgram:
         self._find_reads()
 
     def _number_columns(self) -> None:
-        """Numbers the columns, kind by kind."""
         first, end = self.graph.num_forward, len(self.graph.ops)
         self.early = self._points(0, first, settings.forward_points)
         self.late = [p for p in self._points(first, end, settings.backward_points) if p > first]
@@ -190,7 +189,6 @@ class JointProgram:
         return dict.fromkeys([*columns, self.again[producer]] if producer in self.again else columns, 1.0)
 
     def _add_logic(self, rows: Rows) -> None:
-        """Adds the rows of what is there."""
         for value in sorted(self.graph.backward_needs):
             rows.add_entries(self._there(value), 1.0, np.inf)
         for op, column in self.again.items():
@@ -200,7 +198,6 @@ class JointProgram:
             rows.add_entries(dict.fromkeys([self.kept[value], *columns], 1.0), -np.inf, 1.0)
 
     def _add_link(self, rows: Rows) -> None:
-        """Adds the rows of the link."""
         out = self._rate(form.store.seconds for _, form, _ in self.link)
         back = self._rate(form.load.seconds for _, form, _ in self.link)
         for columns, points, rate, begin in (
@@ -220,7 +217,6 @@ class JointProgram:
             rows.add_entries({self.back[point]: 1.0, self.out[point]: -1.0}, -np.inf, 0.0)
 
     def _add_memory(self, rows: Rows, point: int) -> None:
-        """Adds the row of the memory at a point."""
         graph, first = self.graph, self.graph.num_forward
         is_late = point > first
         held: dict[int, float] = {self.out[point]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
@@ -240,7 +236,6 @@ class JointProgram:
         rows.add_entries(held, -np.inf, np.inf)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
-        """Adds what the other open calls hold to a row of memory."""
         if not (others := self.graph.in_flight - 1):
             return
         for value, column in self.kept.items():

@@ -184,11 +184,9 @@ class JointSearch:
     # -- sources of plans ----------------------------------------------------------------------------------------------
 
     def _from_candidates(self, budget: int) -> None:
-        """Brings the candidates of the search down."""
         self._add(self.unfilled, budget, keep=True)
 
     def _from_larger_budgets(self, budget: int) -> None:
-        """Fills candidates to larger budgets, and brings them down."""
         search, reach = self.search, self._reach(budget)
         for share in settings.levels:
             level, filled = budget + int(share * reach), list[Candidate]()

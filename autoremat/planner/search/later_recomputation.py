@@ -52,7 +52,6 @@ class IdleValues:
 
     @cached_property
     def _readers(self) -> list[list[int]]:
-        """For each live range, the executions that read it, ascending."""
         found: list[list[int]] = [[] for _ in self.absent]
         for source, reader in zip(self.buffers.source.tolist(), self.buffers.reader.tolist(), strict=True):
             found[source].append(reader)
@@ -60,7 +59,6 @@ class IdleValues:
 
     @cached_property
     def _made_at(self) -> list[list[int]]:
-        """For each execution, the live ranges that it computes."""
         found: list[list[int]] = [[] for _ in self.schedule.sequence]
         for live_range, position in enumerate(self.buffers.start.tolist()):
             found[position].append(live_range)

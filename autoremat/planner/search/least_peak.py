@@ -184,5 +184,4 @@ class _Lowering:
 
 
 def _excess(plan: Plan, target: int) -> int:
-    """Returns the bytes over ``target``, summed over the executions."""
     return int(np.maximum(plan.timeline.bytes_at - target, 0).sum())

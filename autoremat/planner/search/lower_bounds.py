@@ -94,7 +94,6 @@ class Moments:
 
     @cached_property
     def _least_at_border(self) -> float:
-        """Lower bound on the saved bytes of a call."""
         return self._least_bytes_of(self._border_cut)
 
     def _choose(self) -> list[int]:
@@ -137,7 +136,6 @@ class Moments:
         return min(rooms)
 
     def _border_cut(self, price: float, traffic: bool) -> Cut:
-        """Returns the minimum cut for all values that the backward reads."""
         return self.mincut.cut(price, needs=self.graph.backward_needs, traffic=traffic)
 
     def _cut(self, moment: int, price: float, traffic: bool) -> Cut:

@@ -250,7 +250,6 @@ class _Sweep:
         return True
 
     def _is_immediate(self, one: Storable) -> bool:
-        """Returns True if the compute stream itself stores the value."""
         return one.form.store.engine is Engine.COMPUTE
 
     def _seconds_of(self, one: Storable) -> float:

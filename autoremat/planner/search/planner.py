@@ -131,7 +131,6 @@ class Planner:
         return PlanningResult(fitting, self.baseline, plan, self._least_bytes(), self._least_seconds(limit), 1, *ends)
 
     def _least_bytes(self) -> int:
-        """Returns the proven lower bound on the peak of any plan."""
         return self.moments.peak_bytes()
 
     def _least_seconds(self, budget: int) -> float:
