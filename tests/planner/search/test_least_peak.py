@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from strategies import GraphBuilder, graphs, training_chain
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
-from autoremat.planner.search import planner as planner_module
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.least_peak import recreated, relaxed
 from autoremat.planner.search.planner import Planner
@@ -33,13 +31,6 @@ def twice_needed() -> Graph:
     return build.graph(forward_outputs=(out,), backward_outputs=(last,), saving_seconds_per_byte=0.0)
 
 
-def test_a_value_that_is_idle_at_the_peak_is_computed_again_later():
-    planner = Planner(twice_needed())
-    assert planner.smallest.peak_bytes == 201
-    assert planner.lowest.peak_bytes == 102
-    assert planner.search.peak_bound == 102
-
-
 def test_a_budget_that_no_candidate_keeps_to_is_met():
     planner = Planner(twice_needed())
     found = planner.find(150)
@@ -49,15 +40,6 @@ def test_a_budget_that_no_candidate_keeps_to_is_met():
     infeasible = planner.find(101)
     assert (infeasible.plan, infeasible.smallest.peak_bytes, infeasible.lower_bound_bytes) == (None, 102, 102)
     assert infeasible.lower_bound_seconds == math.inf
-
-
-def test_free_memory_spares_recomputation():
-    planner = Planner(training_chain(24, size=100))
-    lowest = planner.lowest
-    budget = (lowest.peak_bytes + planner.baseline.peak_bytes) // 2
-    spared = relaxed(lowest, budget, WorkLimit())
-    assert spared.peak_bytes <= budget
-    assert spared.cost_seconds < lowest.cost_seconds
 
 
 @settings(max_examples=25, deadline=None)
@@ -100,18 +82,6 @@ def test_ruin_and_recreate_of_schedules_lowers_the_cost_near_the_least_peak(coun
     assert found.lower_bound_seconds <= found.plan.cost_seconds < 0.95 * without.plan.cost_seconds
     assert found.plan.label == "recreated schedule"
     assert Planner(graph).find(budget).plan.schedule == found.plan.schedule
-
-
-def test_searches_for_accepted_plans_and_plans_near_the_bound_have_no_recreated_schedules():
-    graph = uneven_chain(12, 9)
-    budget = Planner(graph).lowest.peak_bytes + 300
-    with mock.patch.object(planner_module, "recreated", side_effect=AssertionError):
-        wide = Planner(graph)
-        assert wide.find(wide.baseline.peak_bytes).plan.cost_seconds == 0.0
-        assert wide.find(wide.smallest.peak_bytes, accepts=lambda plan: True).plan is not None
-        for tight in (budget, wide.smallest.peak_bytes):
-            with pytest.raises(AssertionError):
-                wide.find(tight)
 
 
 @settings(max_examples=25, deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from itertools import pairwise
 
@@ -11,10 +10,10 @@ from hypothesis import given, settings
 from oracles import cut_cost, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
 
-from autoremat.planner.graph.op import Kind, Role, Trait
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import Search, spread
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
@@ -99,22 +98,6 @@ def test_a_chain_is_planned_close_to_the_optimum():
         assert found.plan.added_seconds <= 1.15 * unsaved + 3
 
 
-def test_a_budget_below_every_peak_has_an_infinite_bound():
-    graph = chain(20, size=100, forward_outputs=(20,))
-    planner = Planner(graph)
-    assert planner.moments.seconds(planner.moments.peak_bytes() - 1) == math.inf
-    assert planner.moments.seconds(planner.baseline.peak_bytes) == 0.0
-
-
-def test_what_cannot_be_recomputed_counts_in_the_least_peak():
-    build = GraphBuilder()
-    mask = build.op([build.source(0)], 1000, traits=Trait.RANDOM)
-    out = build.op([mask], 0)
-    gradient = build.op([mask, build.source(0, Role.TANGENT)], 10, forward=False)
-    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,))
-    assert Moments(graph, MinCut(graph)).peak_bytes() == 1010
-
-
 @settings(max_examples=60)
 @given(graphs())
 def test_each_step_down_the_curve_costs_more_and_saves_less(graph):
@@ -151,39 +134,3 @@ def test_filling_stays_within_the_budget_and_gets_cheaper(graph):
         plan.check()
         assert plan.peak_bytes <= limit
         assert plan.cost_seconds <= base.plan.cost_seconds
-
-
-def test_filling_takes_the_best_seconds_per_byte():
-    """There is room for one of two results while the gradient in between is alive: the dear one is saved."""
-    build = GraphBuilder()
-    x = build.source(0)
-    cheap, dear = build.op([x], 100, seconds=1.0), build.op([x], 100, seconds=5.0)
-    out = build.op([cheap, dear], 0, seconds=1.0)
-    wide = build.op([build.source(0, Role.TANGENT)], 1000, forward=False)
-    narrow = build.op([wide], 0, forward=False)
-    gradient = build.op([cheap, dear, narrow], 0, forward=False)
-    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=0.0)
-    search = Search(graph)
-    base = search.plan(frozenset(), search.whole, "nothing")
-    assert (base.peak_bytes, base.added_seconds) == (1000, 6.0)
-    plan = fill(base, partial(search.plan, segmentation=search.whole, label="filled"), 1100)
-    assert plan.saved == (dear,)
-    assert plan.added_seconds == 1.0
-
-
-def test_spread_takes_the_ends():
-    assert spread(0, 5) == set()
-    assert spread(3, 5) == {0, 1, 2}
-    assert spread(101, 5) == {0, 25, 50, 75, 100}
-
-
-def test_a_gradient_that_is_written_over_a_saved_value_counts_once():
-    """Of a dropout mask, for one: what is drawn is saved, and the backward's first kernel writes its result over it."""
-    build = GraphBuilder()
-    mask = build.op([build.source(0)], 100, kind=Kind.POINTWISE, traits=Trait.RANDOM)
-    tangent = build.source(0, Role.TANGENT)
-    gradient = build.op([tangent, mask], 100, kind=Kind.POINTWISE, forward=False, in_place=(mask,))
-    graph = build.graph(backward_outputs=(gradient,), fuses=True)
-    saved = Plan.of(graph, build_schedule(graph, {mask}))
-    assert saved.peak_bytes == 100
-    assert Moments(graph, MinCut(graph)).peak_bytes() <= 100

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from strategies import chain, graphs
 
-from autoremat.planner.search.pareto_front import BOUND, OURS, Point, levels, our_points, policy_points, undominated
+from autoremat.planner.search.pareto_front import BOUND, OURS, Point, our_points, policy_points, undominated
 from autoremat.planner.search.planner import Planner
 
 MIB = 1 << 20
@@ -35,21 +35,9 @@ def test_no_policy_is_below_the_bound(graph):
         assert all(point.added_seconds >= b.added_seconds - 1e-9 for b in bounds if point.peak_bytes <= b.peak_bytes)
 
 
-def test_policies_have_names():
-    labels = [p.label for p in policy_points(chain(24, size=MIB))]
-    assert labels[:2] == ["save everything", "recompute everything"]
-    assert {"full", "sqrt", "segments:4"} & set(labels)
-    assert "selective:mlp" not in labels  # there is none
-
-
 def test_what_another_of_its_family_beats_is_left_out():
     points = [Point("a", "x", 10, 1.0, 2.0), Point("a", "y", 10, 2.0, 2.0), Point("b", "z", 20, 3.0, 2.0)]
     assert [p.label for p in undominated(points)] == ["x", "z"]
     assert points[0].beats(points[2])
     assert not points[0].beats(points[0])
     assert points[0].overhead == 0.5
-
-
-def test_levels():
-    assert levels(10, 20, 3) == [10, 15, 20]
-    assert levels(10, 10, 3) == [10]

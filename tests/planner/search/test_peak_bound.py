@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import least_added_seconds
@@ -14,7 +11,6 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search import peak_bound
 from autoremat.planner.search.later_recomputation import with_backward
 from autoremat.planner.search.peak_bound import PeakBound
 
@@ -80,18 +76,3 @@ def test_what_fusion_inlines_keeps_its_inputs():
     last = build.op([total, wide], 0, forward=False, kind=Kind.REDUCTION)
     graph = build.graph(forward_outputs=(out,), backward_outputs=(last,), fuses=True)
     assert PeakBound(graph).peak_bytes() == 1200
-
-
-def test_the_number_of_cuts_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    """An op in place takes two cuts, so the last one may come after the bound. On large graphs each cut takes long."""
-    build = GraphBuilder()
-    value = build.source(0, Role.TANGENT)
-    out = build.op([build.source(0)], 0)
-    for index in range(40):
-        value = build.op([value], 100 + index, forward=False, in_place=True)
-    graph = build.graph(forward_outputs=(out,), backward_outputs=(value,), fuses=True)
-    monkeypatch.setattr(peak_bound, "settings", replace(peak_bound.settings, peak_cuts=0, fewest_peak_cuts=3))
-    bound = PeakBound(graph)
-    monkeypatch.setattr(bound, "most", lambda index, place, live: peak_bound.INFINITE)  # nothing is skipped
-    bound.peak_bytes()
-    assert bound.cuts_left == -1

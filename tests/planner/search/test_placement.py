@@ -50,10 +50,6 @@ def placed(grouped: GroupedPlan, budget: int, host_bytes: int | None = None) -> 
     return found
 
 
-def test_a_plan_that_fits_has_no_stays():
-    assert placed(chain([10] * 4, {0: on_host(1.0)}), 40).schedule.stays == ()
-
-
 def test_the_first_value_leaves_as_soon_as_it_is_copied_and_returns_just_before_its_need():
     plan = placed(chain([10] * 6, {0: on_host(2.0)}), 50)
     # Computed by execution 0, read by execution 1, copied during 1 and 2, read again by execution 11, copied during 9 and 10.
@@ -102,19 +98,6 @@ def test_no_more_values_are_stored_than_the_host_holds():
     assert len(placed(chain([10] * 8, forms), 50, None).schedule.stays) >= 3
     assert place(chain([10] * 8, forms), 50, 29) is None
     assert placed(chain([10] * 8, forms), 60, 20).host_bytes == 20
-
-
-def test_other_calls_in_flight_count():
-    forms = {index: on_host(0.1) for index in range(4)}
-    grouped = chain([10] * 4, forms, in_flight=2)
-    assert grouped.plan.peak_bytes == 80
-    assert placed(grouped, 50).host_bytes == 40
-
-
-def test_no_stays_help_where_the_peak_holds_nothing_to_store():
-    grouped = chain([10] * 4, {0: on_host(0.1)})
-    assert grouped.least_bytes == 30
-    assert place(grouped, 29) is None
 
 
 def test_what_is_in_the_way_of_stays_is_saved_and_in_use():

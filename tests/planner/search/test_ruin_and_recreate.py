@@ -43,13 +43,6 @@ def test_two_small_values_take_the_memory_of_a_large_one():
     assert [graph.values[value].bytes for value in recreated.saved] == [6, 6]
 
 
-def test_the_result_of_a_random_op_stays_saved():
-    graph = knapsack([10, 6, 6], [11.0, 6.0, 6.0], 20, [Trait.RANDOM, Trait.NONE, Trait.NONE])
-    plan = planned(graph, 33)
-    assert plan is not None
-    assert [graph.values[value].bytes for value in plan.saved] == [10]
-
-
 @given(graph=graphs())
 @settings(max_examples=40)
 @pytest.mark.parametrize("share", [0.6, 0.85])

@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -23,12 +22,9 @@ from autoremat.compiler import joint_graph, loss_chunking
 from autoremat.compiler.joint_graph import ToldPlan
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint
-from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search import work_limit
-from autoremat.planner.search.candidates import spread_early
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
@@ -172,19 +168,6 @@ def test_no_unit_begins_that_might_end_late(clock):
     assert limit.ended_by_clock
 
 
-def test_time_between_units_does_not_count(clock):
-    planner = Planner(training_chain(100), 10.0)
-    clock.time += 1000.0  # the step is run and measured, say
-    assert not planner.find(planner.baseline.peak_bytes // 2).interrupted
-
-
-def test_a_unit_that_waits_for_other_processes_takes_no_time():
-    limit = WorkLimit(0.05)
-    with limit.unit():
-        time.sleep(0.2)
-    assert not limit.has_passed()
-
-
 def test_a_share_of_the_work_passes_before_the_work():
     limit = WorkLimit(10.0)
     with limit.unit(6.0 * WORK_PER_SECOND):
@@ -238,17 +221,6 @@ def test_the_report_names_what_ended_the_search(clock, monkeypatch, slowness, na
     assert Report.from_json(report.to_json()).ended_by_clock == report.ended_by_clock
 
 
-def test_what_was_planned_in_time_is_what_an_unlimited_search_plans():
-    graph = training_chain(30)
-    timed, free = Planner(graph, 1e6), Planner(graph, 1e9)
-    assert [c.plan.schedule for c in timed.search.candidates] == [c.plan.schedule for c in free.search.candidates]
-
-
-def test_beginnings_of_a_sequence_are_spread():
-    assert spread_early(8) == [0, 4, 2, 6, 1, 5, 3, 7]
-    assert [sorted(spread_early(count)) for count in range(6)] == [list(range(count)) for count in range(6)]
-
-
 def classified(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(x @ weight, torch.zeros(64, dtype=torch.int64))
 
@@ -278,11 +250,3 @@ def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take
     [reports], _ = previews(classified, (weight, x), {}, parsed, None, look)
     assert [report.ended_by_clock for report in reports] == [True, True]
     assert [report.time_limited for report in reports] == [True, True]
-
-
-def test_the_profile_of_a_step_names_the_clock():
-    point = PlanPoint(0.0, 400, 500, 900)
-    for by_clock in (False, True):
-        graph = StepGraph("key", "train.py:7", 1, (point,), point, ended_by_clock=by_clock)
-        profile = Step((graph,), (Moment(0, running=0, backward=True),), (), "cpu").shared_out(10_000)
-        assert ("ENDED BY THE CLOCK" in " ".join(str(profile).split())) == by_clock
