@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
 from oracles import least_added_seconds
-from strategies import chain, dags, graphs, training_chain, with_orders
+from strategies import dags, graphs, training_chain
 
 import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.planner.api import SOLVERS, plan
 from autoremat.planner.exact import annealing
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import simulate
 from autoremat.planner.plans.plan import Plan, Status
@@ -179,22 +178,6 @@ def test_a_long_chain_is_planned_close_to_its_bound(single_phase):
 # -- single facts ------------------------------------------------------------------------------------------------------
 
 
-@every_solver
-def test_no_solver_saves_what_is_to_be_recomputed(solver):
-    """The ordered op lies behind a cut, and two values that the backward needs are computed from its result."""
-    graph = with_orders(chain(12, fuses=False), op5=Constraint.RECOMPUTE, op6=Constraint.RECOMPUTE)
-    for budget in (0.6, None):
-        assert {6, 7}.isdisjoint(plan(graph, budget, solver).saved)
-
-
-def test_an_infeasible_budget_gives_the_smallest_plan_with_bounds():
-    graph = training_chain(30)
-    found = plan(graph, 2, time_limit=2.0)
-    assert found.status is Status.INFEASIBLE
-    assert 2 < found.peak_bytes < without_recomputation(graph).peak_bytes
-    assert 0 < found.lower_bound_bytes <= found.peak_bytes
-
-
 def test_budgets_are_given_as_in_options():
     graph = training_chain(8, size=1024)
     peak = without_recomputation(graph).peak_bytes
@@ -208,11 +191,6 @@ def test_budgets_are_given_as_in_options():
         plan(graph, time_limit=0)
 
 
-def test_an_unknown_solver_is_refused_with_the_names():
-    with pytest.raises(ValueError, match="solver='sqrt' is not accepted. Accepted: auto, ilp, min_cut"):
-        plan(training_chain(3), solver="sqrt")
-
-
 @every_solver
 def test_graphs_with_nothing_to_split(solver):
     assert plan(Graph.from_dag([], [], []), 0.5, solver).sequence == ()
@@ -220,19 +198,6 @@ def test_graphs_with_nothing_to_split(solver):
     assert plan(one, 5, solver).status is Status.OPTIMAL
     assert plan(one, 4, solver).status is Status.INFEASIBLE
     assert plan(Graph.from_dag([1.0], [5], [], num_forward=0), None, solver).sequence == (0,)
-
-
-@every_solver
-def test_half_of_a_byte_is_no_byte(solver):
-    """All but the first op make nothing; the second reads what the first has made."""
-    graph = Graph.from_dag([0.0] * 4, [1, 0, 0, 0], [(0, 1)], num_forward=1)
-    assert (plan(graph, 0.5, solver).budget_bytes, plan(graph, 0.5, solver).status) == (0, Status.INFEASIBLE)
-
-
-@pytest.mark.parametrize("place", [0, 3, -1, 4])
-def test_a_split_has_two_halves(place):
-    with pytest.raises(ValueError, match="one half of 3 ops empty"):
-        split_at(Graph.from_dag([1.0] * 3, [1] * 3, []), place)
 
 
 @pytest.mark.parametrize("single_phase", [True, False])
