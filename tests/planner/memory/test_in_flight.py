@@ -19,7 +19,6 @@ from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.report.decisions import explain_values
 
 CALLS = st.integers(1, 5)
 
@@ -73,16 +72,6 @@ def test_the_bound_is_close_on_a_chain():
         assert found.plan is not None
         assert 0.0 < found.lower_bound_seconds <= found.plan.added_seconds
         assert found.plan.added_seconds <= 1.2 * found.lower_bound_seconds + 3
-
-
-def test_the_reason_for_recomputing_is_the_budget_of_all_calls():
-    graph = with_calls(chain(20, size=100, saving_seconds_per_byte=0.0, forward_outputs=(20,)), 4)
-    planner = Planner(graph)
-    budget = planner.baseline.peak_bytes * 6 // 10
-    plan = planner.find(budget).plan
-    assert plan is not None
-    reasons = {value.reason.value for value in explain_values(plan, budget) if value.decision.value == "recomputed"}
-    assert "budget" in reasons
 
 
 def test_a_graph_of_one_phase_has_no_calls_in_flight():

@@ -92,23 +92,16 @@ def test_what_the_caller_of_partitions_holds_is_not_freed():
     assert partitioned_peak(after, held=("saved",)) == SAVED + LAST + 8000
 
 
-def test_cuda_graphs_copy_inputs_that_can_move():
-    # `x` is copied once, and its copy lives from partition to partition. `saved` comes from a CUDA graph. `buf5` is copied.
-    # The pool keeps the memory of the last partition's buffer, although the original of `buf5` is gone by then.
-    assert partitioned_peak(copied={"x": X}) == SAVED + X + 2 * BETWEEN + LAST
-    # `saved` is copied too, as a tangent is; its original is freed unless the caller holds it.
-    assert partitioned_peak(copied={"x": X, "saved": SAVED}) == SAVED + X + 2 * BETWEEN + LAST
-    assert partitioned_peak(copied={"x": X, "saved": SAVED}, held=("saved",)) == 2 * SAVED + X + 2 * BETWEEN + LAST
-    assert partitioned_peak(copied={}) == SAVED + 2 * BETWEEN + LAST
-
-
 def test_the_pool_of_cuda_graphs_is_counted_apart():
     def replayed(copied: Mapping[str, int] | None, workspaces: Mapping[str, Mapping[int, int]] = {}) -> ReplayedPeak | None:
         sizes = {"buf3": SPECIAL}
         return replay(PARTITIONED, {"saved": SAVED}, lambda name: sizes.get(name, 0), workspaces=workspaces, copied=copied)
 
     assert replayed({"x": X}) == ReplayedPeak(pool_bytes=SAVED + X + BETWEEN + LAST, other_bytes=BETWEEN)
+    # `saved` is copied too, as a tangent is; its original is freed unless the caller holds it.
     assert replayed({"x": X, "saved": SAVED}) == replayed({"x": X})
+    assert partitioned_peak(copied={"x": X, "saved": SAVED}, held=("saved",)) == 2 * SAVED + X + 2 * BETWEEN + LAST
+    assert partitioned_peak(copied={}) == SAVED + 2 * BETWEEN + LAST
     in_pool = SAVED + X + FIRST + SECOND + SPECIAL + 9000
     assert replayed({"x": X}, {"special": {SPECIAL: 9000}}) == ReplayedPeak(in_pool, BETWEEN)
     without_graphs = replayed(None)

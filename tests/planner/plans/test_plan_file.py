@@ -200,17 +200,6 @@ def test_each_graph_takes_its_own_of_several_plans(plan):
         plan_file.fitted(files, chain(6, size=64))
 
 
-def test_bounds_of_an_applied_plan_are_those_of_its_graph(plan):
-    planner = Planner(plan.graph)
-    judged = planner.judge(plan, plan.budget_bytes)
-    found = planner.find(plan.budget_bytes)
-    assert judged.plan is plan
-    assert judged.lower_bound_bytes == found.lower_bound_bytes
-    assert judged.lower_bound_seconds == found.lower_bound_seconds <= plan.added_seconds
-    assert planner.judge(plan, 1).plan is None
-    assert planner.judge(plan, None).lower_bound_seconds == planner.moments.seconds(plan.peak_bytes)
-
-
 # -- through torch.compile ---------------------------------------------------------------------------------------------
 
 
