@@ -88,10 +88,7 @@ def test_an_op_that_is_no_stream_has_arithmetic_if_it_takes_longer_than_its_traf
 
 
 def trained(arithmetic: float = 0.0) -> tuple[Graph, int, int]:
-    """A product and a chain of two pointwise results behind it. The backward reads the product and the chain's end.
-
-    Also returns both values.
-    """
+    """A product and a chain of two pointwise results behind it."""
     build = GraphBuilder()
     first = product(build, build.source(SIZE))
     last = streamed(build, streamed(build, first, arithmetic=arithmetic), arithmetic=arithmetic)

@@ -39,9 +39,7 @@ def test_a_plan_costs_what_it_runs_again_and_saves(graph):
 
 
 def normalised() -> tuple[Graph, int, int, int]:
-    """Returns a graph, its product, the scaled product and the op that scales, as in a layer norm.
-
-    The backward reads the product where it is fused, and the scaled one in a kernel of its own."""
+    """Returns a graph, its product, the scaled product and the op that scales, as in a layer norm."""
     build = GraphBuilder()
     product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
     scaled = build.op([product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, memory_bound_seconds=9e-4)
@@ -66,9 +64,7 @@ def test_what_kernels_of_their_own_read_in_both_halves_is_saved_for_nothing():
 
 @pytest.mark.parametrize(("inlining", "runs"), [(Inlining.CHEAP, (3, 2, 1)), (Inlining.NEVER, (1, 1, 1))])
 def test_a_result_that_several_runs_need_is_computed_in_each(inlining, runs):
-    """As a residual stream that each layer's backward reads: each adds it up anew, from the products that it is a sum of. What
-    is never inlined, such as random numbers, is computed once.
-    """
+    """As a residual stream that each layer's backward reads: each adds it up anew, from the products that it is a sum of."""
     fused = {"seconds": 1e-3, "memory_bound_seconds": 9e-4, "inlining": inlining}
     build = GraphBuilder()
     stream = build.source(SIZE)

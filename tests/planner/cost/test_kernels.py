@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from autoremat.measure.microbenchmarks import FUSED
 from autoremat.planner.cost import (
     Attention,
     AttentionKernel,
@@ -158,8 +157,3 @@ def test_the_arithmetic_of_fused_kernels():
         work = Work((Task(Rate(row["rate"]), elements, count=int(row["times"])),))
         found.append(max(kernel_seconds(0, 6 * elements, device), seconds_of_arithmetic(work, device)))
     assert median_error(found, rows) <= 0.2
-
-
-def test_all_arithmetic_of_fused_kernels_has_a_price_on_cards():
-    card = cuda_device("H100")
-    assert all(seconds_of_arithmetic(Work((Task(rate, 1e9),)), card) > 0 for rate in FUSED)

@@ -116,12 +116,6 @@ def test_text_that_is_no_rates_is_refused(text):
         Rates.from_json(text)
 
 
-def test_missing_curves_are_named():
-    curves = {name: curve for name, curve in flat().curves.items() if name != "scatter"}
-    with pytest.raises(ValueError, match="no curve for scatter"):
-        Rates("cpu", 0.0, curves)
-
-
 def test_shares_of_a_step_add_up():
     pricing = Pricing.of("calibrated", [(3.0, CostSource.CALIBRATED), (0.5, CostSource.CALIBRATED), (0.5, CostSource.ASSUMED)])
     assert pricing == Pricing("calibrated", 0.875, 0.125)

@@ -34,10 +34,7 @@ def chain(seconds: list[float], forms: dict[int, Form]) -> tuple[Graph, Schedule
 
 
 def waits(forms: dict[int, Form], *stays: tuple[int, int, int, int, int], speed: float = 1.0) -> dict[int, float]:
-    """The executions that wait, and how long, in 8 executions of one second.
-
-    Stays are (value, store, free, load, need).
-    """
+    """The executions that wait, and how long, in 8 executions of one second."""
     graph, schedule = chain([1.0] * 8, forms)
     kept = tuple(Stay(value, "away", *positions) for value, *positions in stays)
     found = stalls_of(graph, replace(schedule, stays=kept), speed)
@@ -104,10 +101,7 @@ def stored_chains(draw: st.DrawFn) -> tuple[Graph, Schedule]:
 
 
 def program(graph: Graph, schedule: Schedule) -> list[tuple[str, int, Any]]:
-    """The steps of the compute stream, as tuples (kind, position, detail).
-
-    The kinds are "run" and "transfer", which last one second, "issue" of (engine, seconds, name) and "await" of a name.
-    """
+    """The steps of the compute stream, as tuples (kind, position, detail)."""
     steps: list[tuple[str, int, Any]] = []
 
     def move(kind: str, deadline: str, position: int) -> None:
