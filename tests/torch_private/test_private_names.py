@@ -26,9 +26,3 @@ def test_a_name_is_there_in_its_versions_and_in_no_other(place, monkeypatch):
     except (AttributeError, ImportError):
         is_there = False
     assert is_there == is_expected
-
-
-def test_a_version_without_the_name_has_none(monkeypatch):
-    for place in names.VERSIONS:
-        monkeypatch.setitem(names.VERSIONS, place, range(0))
-        assert names.resolve(place) is None

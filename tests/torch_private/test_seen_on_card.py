@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from emulated_cuda.small_steps import Norms, Products
+from emulated_cuda.small_steps import Norms
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,14 +19,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device
 
 def ops(step: nn.Module, *inputs: torch.Tensor, device: str | None) -> list[str]:
     return [op.target for op in autoremat.explain(step, *inputs, device=device).plan.graph.ops]
-
-
-def test_products_of_a_batch_of_one_are_products_of_matrices_on_the_card():
-    step, x = Products(), torch.randn(1, 8, 32, requires_grad=True)
-    assert "aten.bmm.default" in ops(step, x, device=None)
-    on_card = ops(step, x, device="H100-80GB")
-    assert "aten.bmm.default" not in on_card
-    assert "aten.mm.default" in on_card
 
 
 def test_a_norm_is_scaled_after_it_is_centred_on_the_card():

@@ -101,7 +101,6 @@ def region(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_an_effect_that_is_ordered_to_run_again_runs_once_and_says_so():
-    """Torch 2.15 refuses such a program; earlier versions compile it to a backward that fails."""
     x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
     expected = gradients(compile_(region, "aot_eager"), x, weight)
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
@@ -167,7 +166,6 @@ def overwritten(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_what_an_input_held_before_it_is_written_to_reaches_the_backward():
-    """Torch 2.15 has the joint graph copy such an input, and forbids that the input itself is saved."""
     x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
     found = []
     for compiled in (compile_(overwritten, "aot_eager"), compile_(overwritten, **LEAST)):
@@ -183,8 +181,6 @@ def test_what_an_input_held_before_it_is_written_to_reaches_the_backward():
 
 @pytest.mark.skipif(not hasattr(torch.ops.streams, "record_event"), reason="this torch records no events in graphs")
 def test_graphs_with_streams_are_left_to_torch():
-    """What is recomputed on another stream would have to be waited for, and the joint graph knows only waits of the forward."""
-
     def waiting(x: Tensor, weight: Tensor) -> Tensor:
         x = torch.tanh(x @ weight)
         torch.ops.streams.record_event(0, 0)

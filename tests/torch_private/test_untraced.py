@@ -16,8 +16,6 @@ from layers import SOURCES
 from torch import nn
 
 import autoremat
-from autoremat.torch_private import hooks
-from autoremat.torch_private.untraced import is_untraced, untraced
 
 OPTIONS = {"memory_budget": 1 << 20, "compiler": "aot_eager", "cost_model": "roofline"}
 REGISTRATIONS = {
@@ -156,26 +154,15 @@ def test_backwards_within_a_compiled_function_return_as_without_a_budget():
         "import faulthandler, json; faulthandler.dump_traceback_later(500, exit=True)\n"
         "import test_untraced; print(json.dumps(test_untraced.everything()))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-        cwd=ROOT,
-        env=_environment(),
-    )
+    own = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{own}:{own.parent}", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=540, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert {name: with_budget for name, (_, with_budget) in found["outcomes"].items()} == {
         name: plain for name, (plain, _) in found["outcomes"].items()
     }
     assert found["traced"] == []
-
-
-def _environment() -> dict[str, str]:
-    own = Path(__file__).parent
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{own}:{own.parent}", "OMP_NUM_THREADS": "1"}
 
 
 def test_callbacks_are_registered_untraced():
@@ -187,43 +174,3 @@ def test_callbacks_are_registered_untraced():
             name = getattr(getattr(node, "func", None), "attr", None) or getattr(getattr(node, "func", None), "id", None)
             if isinstance(node, ast.Call) and name in REGISTRATIONS:
                 assert any("untraced(" in ast.unparse(argument) for argument in node.args), f"{path}:{node.lineno}"
-
-
-def test_an_untraced_function_is_called_with_dynamo_off():
-    inside = []
-
-    def callback(x):
-        inside.append(torch._C._dynamo.eval_frame.get_eval_frame_callback())
-        return x + 1
-
-    given = untraced(callback)
-    assert is_untraced(given, callback)
-    assert not is_untraced(given, net)
-
-    def step(x):
-        torch._dynamo.graph_break()
-        return given(x)
-
-    graphs = []
-    torch.compile(step, backend=lambda gm, _: graphs.append(gm) or gm)(torch.zeros(1))
-    assert inside == [None]
-    assert not graphs
-
-
-class Owner:
-    def method(self, x):
-        return x + 1
-
-
-def test_dynamo_leaves_the_dispatchers_of_hooks_alone():
-    seen = torch._dynamo.eval_frame.dynamo_tls.traced_frame_infos
-    with hooks.hooked(Owner, "method", lambda method, self, x: method(self, x)):
-        dispatching = Owner.method
-
-    def step(x):
-        torch._dynamo.graph_break()
-        return list(map(dispatching, [Owner()], [x]))
-
-    seen.clear()
-    torch.compile(step, backend="eager")(torch.zeros(1))
-    assert not [frame for frame in seen if frame.startswith("dispatching ")]
