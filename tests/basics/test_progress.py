@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
 import time
 
 import pytest
@@ -77,20 +76,6 @@ def test_silence_inside_around_and_in_other_ranks(told, monkeypatch):
     with status_if_slow("compiling"):
         now("hushed")
     assert not told.getvalue()
-
-
-def test_one_thread_speaks_at_a_time(told):
-    def other() -> None:
-        with status_if_slow("second"):
-            now("hushed")
-
-    with status_if_slow("first"):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-    assert not told.getvalue()
-    other()
-    assert "second" in told.getvalue()
 
 
 def test_an_error_ends_it_and_passes_through(told):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoremat.measure.peak import _CudaTracker, _replay, track_peak
+from autoremat.measure.peak import _replay, track_peak
 
 MIB = 1 << 20
 
@@ -172,33 +172,3 @@ def test_cuda_counters_and_timeline():
     assert peak.bytes == 6 * MIB
     assert [held // MIB for _, held in peak.timeline] == [0, 2, 6, 4, 5]
     assert len(second) + len(third) == 5 * MIB
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """A CUDA device as far as the tracker looks at it; what the allocator's history was set to."""
-    history: list[str | None] = [None]
-
-    def record(enabled: str | None = "all", **_: object) -> None:
-        history.append(enabled)
-
-    def allocated(_: int) -> int:
-        return 100
-
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: history[-1] is not None, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[]]})
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 130)
-    return history
-
-
-def test_a_history_of_the_users_own_goes_on(card):
-    card.append("all")
-    with pytest.raises(RuntimeError, match="is being recorded already"), _CudaTracker(0, record_timeline=True):
-        pass
-    with _CudaTracker(0, record_timeline=False) as peak:
-        pass
-    assert peak.bytes == 30
-    assert card == [None, "all"]

@@ -193,12 +193,6 @@ def test_a_share_is_floored_and_within_the_baseline(baseline, share):
     assert budget <= Fraction(repr(share)) * baseline < budget + 1
 
 
-@given(st.integers(0, 2**60), st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)))
-def test_a_larger_share_is_never_a_smaller_budget(baseline, shares):
-    smaller, larger = (budget_with(Options(memory_budget=share), baseline) for share in sorted(shares))
-    assert smaller <= larger
-
-
 @pytest.mark.parametrize(
     ("budget", "baseline", "free", "expected"),
     [

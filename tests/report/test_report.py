@@ -50,11 +50,6 @@ def test_the_gap_is_the_distance_to_the_bound_in_steps():
     assert infeasible.gap is None
 
 
-def test_without_a_budget_nothing_of_a_dear_chain_is_recomputed():
-    report = report_for(None)
-    assert (report.budget_bytes, report.recomputed_ops, report.overhead, report.fits) == (None, 0, 0.0, True)
-
-
 def test_saved_tensors_are_listed_largest_first_with_their_origin():
     report = report_for(None)
     assert len(report.saved) == LENGTH
