@@ -14,7 +14,7 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.allocations import FREED, Allocations
 from autoremat.planner.memory.caching_allocator import peak_block_bytes
 from emulated_cuda import small_models
-from emulated_cuda.steps import on_card, planned_step
+from emulated_cuda.steps import MeanSquare, on_card, planned_step
 
 
 def blocks() -> Any:
@@ -22,15 +22,6 @@ def blocks() -> Any:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(256, 768 * (1 + n)), nn.GELU(), nn.Linear(768 * (1 + n), 256)) for n in range(3)]
     return MeanSquare(nn.Sequential(*layers)), (torch.randn(512, 256),)
-
-
-class MeanSquare(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
 
 
 def sequence(step: Allocations) -> list[int]:

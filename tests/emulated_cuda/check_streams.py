@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autoremat.basics.errors import CaptureError, find_cause
 from emulated_cuda.cells import ROUNDING
-from emulated_cuda.steps import on_card, planned_step, relative_error, run_step
+from emulated_cuda.steps import MeanSquare, on_card, planned_step, relative_error, run_step
 
 
 class Branches(nn.Module):
@@ -47,7 +47,7 @@ def branches(in_graph: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
 def test_a_step_on_a_stream_of_its_own():
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
-    module, inputs = on_card((Squared(layers), (torch.randn(256, 64),)))
+    module, inputs = on_card((MeanSquare(layers), (torch.randn(256, 64),)))
     expected = planned_step(module, inputs, cost_model="roofline", memory_budget=1, on_infeasible="best_effort")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -57,15 +57,6 @@ def test_a_step_on_a_stream_of_its_own():
     assert all(map(torch.equal, step.result.gradients, expected.result.gradients))
     assert step.result.peak_bytes == step.replayed_bytes == expected.replayed_bytes
     assert step.report.recomputed_ops > 0
-
-
-class Squared(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x).square().mean()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import models
 import pytest
 import torch
 from emulated_cuda import named, small_steps
-from emulated_cuda.steps import on_card, planned_step, relative_error, run_step
+from emulated_cuda.steps import MeanSquare, on_card, planned_step, relative_error, run_step
 from torch import Tensor, nn
 
 import autoremat
@@ -120,7 +120,7 @@ def peaks_of(measured: int, replayed: int, report: autoremat.Report) -> str:
 def test_saved_tensors_wait_on_the_host(record_property):
     layers = (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.0)) for _ in range(6))
     network, rows = nn.Sequential(*layers), 1024 if EMULATED else 8192
-    module, inputs = on_card((Squared(network), (torch.randn(rows, 512),)), torch.float32)
+    module, inputs = on_card((MeanSquare(network), (torch.randn(rows, 512),)), torch.float32)
     expected = run_step(module, module, inputs).gradients
     step = planned_step(module, inputs, memory_budget=0.5, host_memory="1GiB", cost_model="roofline")
     planned, moved = step.report.stored, host_memory.statistics("cuda")
@@ -129,15 +129,6 @@ def test_saved_tensors_wait_on_the_host(record_property):
     assert moved.to_host_bytes == moved.from_host_bytes == 2 * planned.moved_bytes > 0  # two steps ran
     assert step.result.peak_bytes <= step.report.budget_bytes
     assert relative_error(step.result.gradients, expected) <= ROUNDING[torch.float32]
-
-
-class Squared(nn.Module):
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x).square().mean()
 
 
 @pytest.mark.parametrize("way", ["side stream", "CUDA graphs"])
