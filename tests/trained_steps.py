@@ -64,6 +64,11 @@ def trained(
     return Trained(found, peak.bytes, autoremat.reports()[-1])
 
 
+def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest distance of a tensor from the wanted one, as a share of that one's norm."""
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True))
+
+
 def assert_close(found: list[Tensor], wanted: list[Tensor], **tolerances: float) -> None:
     assert len(found) == len(wanted) > 2
     for one, other in zip(found, wanted, strict=True):

@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
-from trained_steps import assert_close, trained
+from trained_steps import assert_close, largest_error, trained
 
 import autoremat
 from autoremat.basics.errors import OptionWarning
+from autoremat.torch_private.names import MINOR
 
 
 def with_noise(logits: Tensor, labels: Tensor) -> Tensor:
@@ -79,11 +80,7 @@ def test_sums_of_halves_are_kept_in_floats():
     found, report = train(model, tokens, chunk_loss=8)
     assert report.loss_chunks == 8
     assert all(gradient.dtype == torch.bfloat16 for gradient in found[1:])
-
-    def error(gradients: list[Tensor]) -> float:
-        return max(float((one - other).norm() / other.norm()) for one, other in zip(gradients, exact, strict=True))
-
-    assert error(found) < 1.5 * error(wanted)
+    assert largest_error(found, exact) < 1.5 * largest_error(wanted, exact)
     assert_close(found, wanted, rtol=2e-2, atol=2e-3)
 
 
@@ -117,11 +114,13 @@ def test_every_part_has_its_own_products():
 LARGE = 4096
 
 
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def large(loss: Loss | None = None) -> tuple[Model, Tensor]:
     """A model whose peak is its logits."""
-    return Model(loss or (lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten())), words=LARGE), (
-        tokens_of(4, 256)
-    )
+    return Model(loss or mean, words=LARGE), tokens_of(4, 256)
 
 
 def smallest(model: nn.Module, tokens: Tensor, **options: Any) -> int:
@@ -234,7 +233,7 @@ def test_a_stored_plan_of_parts_is_applied_to_parts(tmp_path):
 
 @pytest.mark.slow
 def test_under_inductor_with_a_tied_weight():
-    model = Model(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), tied=True, words=LARGE)
+    model = Model(mean, tied=True, words=LARGE)
     tokens = tokens_of(4, 256)
     options: dict[str, Any] = {"compiler": "inductor"}
     wanted, whole = train(model, tokens, **options, chunk_loss=False)
@@ -243,3 +242,33 @@ def test_under_inductor_with_a_tied_weight():
     assert found.report.loss_chunks > 1
     assert_close(found.tensors, wanted)
     assert found.peak <= budget
+
+
+# -- losses that torch computes in chunks itself -----------------------------------------------------------------------
+
+
+class ChunkedByTorch(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        options = nn.LinearCrossEntropyOptions(allow_retain_graph=True)
+        rows = self.hidden(tokens).flatten(0, 1)
+        return F.linear_cross_entropy(rows, self.head.weight, tokens.flatten(), options=options)
+
+
+@pytest.mark.skipif(MINOR < 13, reason="torch has no F.linear_cross_entropy")
+def test_a_loss_that_torch_chunks_is_not_chunked_again():
+    model, tokens = ChunkedByTorch(mean, words=2 * LARGE), tokens_of(8, 128)
+    with pytest.warns(OptionWarning, match="linear_cross_entropy computes the loss in chunks already"):
+        _, report = train(model, tokens, chunk_loss=8, cost_model="roofline")
+    assert report.loss_chunks == 1
+    assert report.loss_chunked_by == "torch.nn.functional.linear_cross_entropy"
+
+
+@pytest.mark.slow
+def test_a_loss_that_inductor_chunks_is_not_chunked_again():
+    model, tokens = Model(mean, words=2 * LARGE), tokens_of(16, 128)
+    options = {"auto_chunker.enable": True, "auto_chunker.num_chunk": 4, "chunk_loss": 8, "cost_model": "roofline"}
+    with pytest.warns(OptionWarning, match="Inductor .* computes the loss in chunks already"):
+        report = autoremat.explain(model, tokens, options=options, lower=True)
+    assert report.loss_chunked_by == "Inductor (auto_chunker.enable)"
+    logits_of_a_chunk = tokens.numel() // 4 * 2 * LARGE * 4
+    assert 2 * logits_of_a_chunk < report.compiled_peak_bytes, "with their gradient, inside of the region of a chunk"

@@ -96,19 +96,6 @@ def test_the_watch_notices_gradients_of_another_graph(change):
     assert ("Lower memory_budget by the 64.50 KiB" in str(caught[0].message)) == (change == "frozen")
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_the_watch_knows_a_new_step_from_a_later_micro_batch(to_none):
-    model, inputs = Layers(), rows(512)
-    optimizer = torch.optim.SGD(model.parameters())
-    compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": "1500KiB"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
-        for _ in range(3):
-            compiled(inputs).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-
-
 def test_a_step_profile_counts_by_itself():
     with pytest.raises(OptionsError, match="leave out in_flight and accumulate"):
         autoremat.profile_step(Layers(), rows(8), options=EAGER | {"in_flight": 2})
