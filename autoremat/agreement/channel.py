@@ -75,9 +75,12 @@ class Channel:
         """Returns the data at ``key``, or None if nobody has written there."""
         return json.loads(self._ask(key, lambda: self.job.store.get(self.prefix + key))) if self.has(key) else None
 
-    def wait_for(self, key: str, writer: int, seconds: float = PATIENCE) -> Any:
-        """Returns the data at ``key`` once rank ``writer`` has written them. Raises ``AgreementError`` after ``seconds``."""
-        limit, begin = self.within(seconds), time.monotonic()
+    def wait_for(self, key: str, writer: int, seconds: float = PATIENCE, share: float = 1.0) -> Any:
+        """Returns the data at ``key`` once rank ``writer`` has written them.
+
+        Raises ``AgreementError`` after ``share`` of ``seconds``.
+        """
+        limit, begin = share * self.within(seconds), time.monotonic()
         for _ in pauses():
             found = self.read(key)
             if found is not None:

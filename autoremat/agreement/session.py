@@ -95,7 +95,8 @@ class Session:
         """Returns the result of all parts, after it has been sent to all members."""
         parts = {self.leader: part}
         for rank in self.members[1:]:
-            sent = self.channel.wait_for(self._part(rank, self.number), rank)
+            # Half as long as the others wait, so that they hear from this rank which one is missing.
+            sent = self.channel.wait_for(self._part(rank, self.number), rank, share=0.5)
             if "error" in sent:
                 self._end(sent["error"], rank)
                 raise restored(sent["error"], rank)
