@@ -42,6 +42,6 @@ from autoremat.tools.gather_reports import RankReports as RankReports
 from autoremat.tools.gather_reports import gather_reports as gather_reports
 from autoremat.tools.max_batch import max_batch as max_batch
 from autoremat.tools.pareto import pareto as pareto
-from autoremat.tools.pipelines import in_flight as in_flight
+from autoremat.torch_private.pipelining import in_flight as in_flight
 
 __version__: str

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autoremat.device_memory.inventory import Inventory
 from autoremat.planner.multigraph.device_budget import COMPILED, EARLIER_GRADIENTS, UPDATES, LedgerRow, StepPart
 from autoremat.torch_private.autograd import hooks_after_gradients
-from autoremat.torch_private.fully_sharded import gathered_groups
+from autoremat.torch_private.process_groups import gathered_groups
 
 FEWER_PARAMETERS = "hold parameters in fewer bits, or shard them (FSDP2's fully_shard)"
 FEWER_GRADIENTS = "train fewer parameters (LoRA, frozen layers), or run the optimizer in the backward, which frees each early"

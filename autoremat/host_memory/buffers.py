@@ -9,6 +9,7 @@ graph that is kept for a second backward keeps its copies, and an error between 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -20,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from autoremat.basics.units import format_bytes
-from autoremat.host_memory.streams import new_event
 from autoremat.torch_private.untraced import when_dropped
 
 
@@ -113,3 +113,33 @@ class Pool:
                 free.pop()
                 with self._growing:
                     self.held_bytes -= size
+
+
+class _Immediate(contextlib.AbstractContextManager[None]):
+    """A stream on which all work is complete, and an event on it."""
+
+    def wait_event(self, event: object) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def record_event(self, event: object) -> object:
+        return event
+
+    def synchronize(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+_IMMEDIATE = _Immediate()
+
+
+def new_event(device: torch.device) -> Any:
+    """Returns an event for work on the streams of ``device``. Until it is recorded, it counts as complete."""
+    return _IMMEDIATE if device.type == "cpu" else torch.Event(device)
+
+
+def new_stream(device: torch.device) -> Any:
+    """Returns a stream of its own on ``device``."""
+    return _IMMEDIATE if device.type == "cpu" else torch.Stream(device)
+
+
+def compute_stream(device: torch.device) -> Any:
+    """Returns the stream on which this thread computes on ``device``."""
+    return _IMMEDIATE if device.type == "cpu" else torch.accelerator.current_stream(device)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoremat.host_memory.buffers import Pool
-from autoremat.host_memory.streams import compute_stream, new_event, new_stream
+from autoremat.host_memory.buffers import Pool, compute_stream, new_event, new_stream
 from autoremat.torch_private.dynamo import until_reset
 
 

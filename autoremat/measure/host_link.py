@@ -18,7 +18,7 @@ import torch
 from autoremat import host_memory
 from autoremat.basics import disk_cache
 from autoremat.basics.progress import now
-from autoremat.host_memory.streams import new_stream
+from autoremat.host_memory.buffers import new_stream
 from autoremat.measure.calibration import device_key, device_name
 from autoremat.measure.machine import ranks_of_machine
 from autoremat.planner.cost.host_link import HostLink, assumed_host_link

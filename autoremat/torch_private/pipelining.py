@@ -34,16 +34,14 @@ def infers_metadata() -> bool:
     return False
 
 
-def _splits_backward(schedule: Any) -> bool:
-    """Returns True if ``schedule`` runs the backward of a call in two parts, for inputs and for weights."""
-    return any(kind in SPLITS for _, kind in _actions(schedule))
+def in_flight(schedule: Any, stage_index: int) -> int:
+    """Returns the most calls of a stage that are open at once under ``schedule``, for the option of the same name.
 
+    ``schedule`` is an object of ``torch.distributed.pipelining``, made of stages that are not compiled yet. Compile their
+    modules in place afterwards: ``module.compile(backend="autoremat", options={"in_flight": ...})``.
 
-def calls_in_flight(schedule: Any, stage_index: int) -> int:
-    """Returns the most calls of a stage that are open at once under ``schedule``, an object of torch's pipelining.
-
-    Raises ``OptionsError`` for an object that is no schedule, a stage that it does not run, and a schedule that splits the
-    backward.
+    Raises ``OptionsError`` for an object that is no schedule and for a stage that it does not have. Also raises it for a
+    schedule that computes the gradients of inputs and of weights in two backwards, as zero-bubble schedules do.
     """
     schedules = sys.modules.get(SCHEDULES)
     if schedules is None or not isinstance(schedule, schedules._PipelineSchedule):
@@ -51,7 +49,7 @@ def calls_in_flight(schedule: Any, stage_index: int) -> int:
             f"{type(schedule).__name__} is no schedule of torch.distributed.pipelining. Accepted: Schedule1F1B, ScheduleGPipe, "
             "ScheduleInterleaved1F1B, ScheduleLoopedBFS, and others whose backward runs in one part"
         )
-    if _splits_backward(schedule):
+    if any(kind in SPLITS for _, kind in _actions(schedule)):
         raise OptionsError(
             f"{type(schedule).__name__} computes the gradients of inputs and of weights in two backwards, and a compiled graph "
             "has one. Accepted: Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B and ScheduleLoopedBFS, or stages without "

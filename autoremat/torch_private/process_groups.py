@@ -1,11 +1,12 @@
-"""Torch's private names for process groups: their names, sizes and backends. This module sends nothing."""
+"""Torch's private names for process groups: their names, sizes and backends, and what ``fully_shard`` (FSDP2) gathers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 UNKNOWN_RANKS = 1 << 20
 """Ranks of a group that this process does not know. The share that each rank sends is then nearly 1, its upper bound."""
@@ -69,3 +70,23 @@ def identity() -> str:
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     return f"{dist.get_backend()} {dist.get_world_size()}"
+
+
+def gathered_groups(model: nn.Module) -> Iterator[tuple[int, bool]]:
+    """Yields, for each group of parameters that is gathered as a whole, its gathered bytes and True if it is freed after use.
+
+    The root's own parameters stay gathered between forward and backward.
+    """
+    if not dist.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    taken: set[int] = set()
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in reversed(shards):  # inner ones first
+        own = [p for p in module.parameters() if id(p) not in taken]
+        taken.update(map(id, own))
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        kept = module is shards[0] or (group is not None and group.post_forward_mesh_info is None)
+        types = {} if group is None else {id(one.sharded_param): one.mp_policy.param_dtype for one in group.fsdp_params}
+        yield sum(p.numel() * (types.get(id(p)) or p.dtype).itemsize for p in own), not kept

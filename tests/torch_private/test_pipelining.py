@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
 from autoremat.basics.errors import OptionsError
-from autoremat.torch_private.pipelining import calls_in_flight
+from autoremat.torch_private.pipelining import in_flight
 
 STAGES, MICROBATCHES = 4, 8
 
@@ -32,16 +32,16 @@ def stage(index: int, num_stages: int = STAGES) -> pipelining.PipelineStage:
 
 def test_formulas_of_schedules_of_one_stage(pipeline_group: None) -> None:
     one_f_one_b = [schedules.Schedule1F1B(stage(i), MICROBATCHES, nn.MSELoss()) for i in range(STAGES)]
-    assert [calls_in_flight(one, i) for i, one in enumerate(one_f_one_b)] == [4, 3, 2, 1]
+    assert [in_flight(one, i) for i, one in enumerate(one_f_one_b)] == [4, 3, 2, 1]
     gpipe = schedules.ScheduleGPipe(stage(2), MICROBATCHES, nn.MSELoss())
-    assert calls_in_flight(gpipe, 2) == MICROBATCHES
+    assert in_flight(gpipe, 2) == MICROBATCHES
 
 
 @pytest.mark.parametrize("kind", [schedules.ScheduleInterleaved1F1B, schedules.ScheduleLoopedBFS])
 def test_schedules_of_several_stages_are_counted(pipeline_group: None, kind: type) -> None:
     own = [stage(1, 2 * STAGES), stage(1 + STAGES, 2 * STAGES)]
     schedule = kind(own, MICROBATCHES, nn.MSELoss())
-    found = [calls_in_flight(schedule, one.stage_index) for one in own]
+    found = [in_flight(schedule, one.stage_index) for one in own]
     if kind is schedules.ScheduleLoopedBFS:
         assert found == [MICROBATCHES, MICROBATCHES]
     else:
@@ -56,13 +56,13 @@ def test_schedules_of_several_stages_are_counted(pipeline_group: None, kind: typ
 def test_a_schedule_that_splits_the_backward_is_refused_by_name(pipeline_group: None) -> None:
     schedule = schedules.ScheduleInterleavedZeroBubble([stage(1, 8), stage(5, 8)], MICROBATCHES, nn.MSELoss())
     with pytest.raises(OptionsError, match=r"ScheduleInterleavedZeroBubble.*Schedule1F1B"):
-        calls_in_flight(schedule, 1)
+        in_flight(schedule, 1)
 
 
 def test_what_is_no_schedule_or_no_stage_is_refused(pipeline_group: None) -> None:
     with pytest.raises(OptionsError, match="Linear is no schedule"):
-        calls_in_flight(nn.Linear(1, 1), 0)
+        in_flight(nn.Linear(1, 1), 0)
     with pytest.raises(OptionsError, match="no schedule"):
         autoremat.in_flight(object(), 0)
     with pytest.raises(OptionsError, match="0 to 3"):
-        calls_in_flight(schedules.ScheduleGPipe(stage(1), 8), 4)
+        in_flight(schedules.ScheduleGPipe(stage(1), 8), 4)
