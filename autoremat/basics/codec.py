@@ -121,10 +121,7 @@ class Codec:
         return lambda data: tuple(read_one(one) for one in _list(data))
 
     def _dataclass(self, kind: type) -> Reader:
-        """Returns the reader of a dataclass from a dict of its fields, or from the list of their values.
-
-        Fields that are missing keep their defaults.
-        """
+        """Returns the reader of a dataclass from a dict of its fields, or from the list of their values."""
         hints = _hints(kind)
 
         def read(data: Any) -> Any:

@@ -169,10 +169,7 @@ MOST_RUNS = 1000
 
 
 def _measured_in_eager(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: Cost, runs_on: str) -> Cost:
-    """Returns the cost with the memory of an eager run by itself, if it may run; else unchanged.
-
-    Eager loops hold more than their bodies: earlier results, positions, slices.
-    """
+    """Returns the cost with the memory of an eager run by itself, if it may run; else unchanged."""
     if higher_order.name_of(node) in higher_order.RUNS_BODY_ONCE:
         return simulated
     if simulated.flops > MOST_FLOPS or simulated.workspace_bytes > LARGEST or _runs(node, args) > MOST_RUNS:

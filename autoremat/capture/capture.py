@@ -167,10 +167,7 @@ def _read_again(builder: Builder, node: fx.Node) -> set[int]:
 
 
 def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
-    """Returns the names that the model gives to results, by op.
-
-    A named call of the model may become several ops. The last of them computes the named result.
-    """
+    """Returns the names that the model gives to results, by op."""
     last = {names(node)[0]: node for node in calls}
     return {node: names(node)[1] for call, node in last.items() if call}
 
@@ -227,10 +224,7 @@ def _order_of(node: fx.Node) -> Constraint:
 
 
 def _in_place(builder: Builder, node: fx.Node) -> tuple[int, ...]:
-    """Returns the values that are read at the positions that the node writes, if it has a single result.
-
-    Only whole values count, not views of larger ones.
-    """
+    """Returns the values that are read at the positions that the node writes, if it has a single result."""
     if len(builder.makes[node]) != 1:
         return ()
     found: dict[int, None] = {}

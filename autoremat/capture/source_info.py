@@ -35,10 +35,7 @@ UNNAMED = ("self", "model", "fn")
 
 @cache
 def _path(name: str) -> str:
-    """Returns Dynamo's name of a module, such as ``L['self'].model.layers[0]``, as its owner would write it.
-
-    The path begins with the variable that holds the model, if its name identifies the model.
-    """
+    """Returns Dynamo's name of a module, such as ``L['self'].model.layers[0]``, as its owner would write it."""
     root = ROOT.match(name)
     rest = name[root.end() :] if root is not None else name
     rest = re.sub(r"\[(['\"]?)([^'\"\]]+)\1\]", r".\2", rest.replace("._modules", "")).lstrip(".")

@@ -133,10 +133,7 @@ def _compile_in_parts_or_whole(
 
 
 def _compile_whole(source: GraphSource, options: Options, around: Surroundings) -> Compiled:
-    """Returns a callable that computes the graph: for each block that calls it, by the code for its request.
-
-    A call from elsewhere runs the code of the first block.
-    """
+    """Returns a callable that computes the graph: for each block that calls it, by the code for its request."""
     requests = requests_of(options, around)
     different = {id(request): request for request in requests.values()}
     codes: dict[int, Compiled] = {}
@@ -162,10 +159,7 @@ def _compile_request(source: GraphSource, request: Request, around: Surroundings
 
 
 def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Surroundings, must_fit: bool = False) -> Compiled:
-    """Returns the graph compiled with a plan that holds up to ``sizes``, or by plain Inductor if planning falls back.
-
-    With ``must_fit``, the plan has to fit whatever the request says.
-    """
+    """Returns the graph compiled with a plan that holds up to ``sizes``, or by plain Inductor if planning falls back."""
     gm = source.module
     asked = replace(request, on_infeasible="raise", is_part=False) if must_fit else request
     compile_with = compile_graph if request.fuses else compile_uncompiled

@@ -215,10 +215,7 @@ def _host_bytes_at(plan: Plan) -> NDArray[np.int64]:
 
 
 def _samples(plan: Plan) -> tuple[list[int], int]:
-    """Returns sampled executions, and the number of those in the forward.
-
-    The halves are divided into equal stretches. The sample of a stretch is the execution with the most live bytes.
-    """
+    """Returns sampled executions, and the number of those in the forward."""
     length, border = len(plan.schedule.sequence), len(plan.schedule.forward)
     bytes_at = plan.timeline.bytes_at
     chosen: list[int] = []

@@ -70,10 +70,7 @@ class Attention:
         return self.query.shape[-1], self.value.shape[-1]
 
     def _is_dense(self, dtypes: tuple[torch.dtype, ...], any_stride_of_one: bool) -> bool:
-        """Returns True if the operands have four dimensions, one of the types, and contiguous columns, as has the mask.
-
-        ``any_stride_of_one`` accepts any stride of a single column.
-        """
+        """Returns True if the operands have four dimensions, one of the types, and contiguous columns, as has the mask."""
         if any(tensor.dim() != 4 or tensor.dtype is not self.query.dtype for tensor in self._operands):
             return False
         if self.query.dtype not in dtypes or 0 in (self.query.shape[2], self.key.shape[2]):

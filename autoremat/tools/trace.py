@@ -136,10 +136,7 @@ def _stopped(error: Exception, found: bool) -> str:
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls ``function`` and has code of its own.
-
-    Earlier compilations of ``function`` therefore neither answer nor get lost.
-    """
+    """Returns a function that calls ``function`` and has code of its own."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

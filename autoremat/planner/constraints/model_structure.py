@@ -128,10 +128,7 @@ class Forward:
     # -- layers by repetition ------------------------------------------------------------------------------------------
 
     def _repeated(self) -> tuple[Ops, ...]:
-        """Returns the repetitions of the longest stretch that is one sequence of ops again and again.
-
-        The repeated sequence has at least two ops.
-        """
+        """Returns the repetitions of the longest stretch that is one sequence of ops again and again."""
         kinds: dict[object, int] = {}
         signs = [(op.target, *(self.graph.values[v].bytes for v in op.outputs)) for op in self.ops]
         numbers = np.array([kinds.setdefault(sign, len(kinds)) for sign in signs], dtype=np.int64)

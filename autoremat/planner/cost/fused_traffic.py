@@ -95,10 +95,7 @@ class FusedTraffic:
         return maker is not None and self.kinds[maker] != POINTWISE and not self._read(value)
 
     def _times_spread(self, index: int) -> float:
-        """Returns the factor by which broadcasting to larger readers repeats the arithmetic of a forward op.
-
-        It is 1 for a constant, which reads nothing.
-        """
+        """Returns the factor by which broadcasting to larger readers repeats the arithmetic of a forward op."""
         made = self._made_bytes(index)
         spread = self._spread_bytes[index]
         return spread / made if made and self.graph.ops[index].inputs and spread > LARGEST_TYPE_RATIO * made else 1.0
@@ -108,10 +105,7 @@ class FusedTraffic:
 
     @cached_property
     def _spread_bytes(self) -> list[int]:
-        """For each forward op, the bytes of the largest tensor over which fused kernels of the backward compute it.
-
-        This includes paths through pointwise ops that are recomputed.
-        """
+        """For each forward op, the bytes of the largest tensor over which fused kernels of the backward compute it."""
         graph, found = self.graph, [0] * len(self.graph.ops)
         for index in range(len(graph.ops) - 1, -1, -1):
             op = graph.ops[index]
@@ -129,10 +123,7 @@ class FusedTraffic:
 
     @cached_property
     def _runs_in_need(self) -> list[int]:
-        """For each forward op, the fusion groups of the backward that read its result, as a bit set.
-
-        This includes reads through pointwise ops that are recomputed.
-        """
+        """For each forward op, the fusion groups of the backward that read its result, as a bit set."""
         graph = self.graph
         run = np.cumsum([kind == EXTERN for kind in self.kinds]).tolist()
         needs = [0] * len(graph.ops)

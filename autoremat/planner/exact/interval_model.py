@@ -108,10 +108,7 @@ class IntervalModel:
         return [self.hold[value][event]] if again is None else [self.hold[value][event], again]
 
     def _column_bounds(self) -> tuple[Vector, Vector]:
-        """Returns lower and upper bounds of the columns.
-
-        Values that the caller holds are always retained. Values that must be recomputed do not cross into the backward.
-        """
+        """Returns lower and upper bounds of the columns."""
         graph, lower, upper = self.graph, np.zeros(self.columns), np.ones(self.columns)
         for value, events in enumerate(self.hold):
             producer = graph.values[value].producer

@@ -116,10 +116,7 @@ class Moves:
                 return
 
     def _gap_over(self, moment: int, index: int) -> int | None:
-        """Returns the next read of a result of op ``index``, if the result is live but not read at ``moment``.
-
-        None if it cannot be recomputed at that read.
-        """
+        """Returns the next read of a result of op ``index``, if the result is live but not read at ``moment``."""
         sites = self.sites
         for value in sites.outputs[index]:
             reads = sites.reads[value]

@@ -116,10 +116,7 @@ class Sites:
         self._make_room(index, site, -1)
 
     def _make_room(self, index: int, site: int, sign: int) -> None:
-        """Splits the live ranges of the results of ``index`` at ``site`` (``sign`` 1), or joins them again (-1).
-
-        The earlier part of a split live range ends at its last read.
-        """
+        """Splits the live ranges of the results of ``index`` at ``site`` (``sign`` 1), or joins them again (-1)."""
         self.changed.add(site)
         for value in self.outputs[index]:
             before = self.read_before(value, site)
@@ -158,10 +155,7 @@ class Sites:
         self.changed.clear()
 
     def _better_order(self, site: int) -> tuple[list[int], float]:
-        """Returns the recomputations at ``site`` in the better of two sequences, with the ``apart`` that follows.
-
-        The two are the graph's sequence and the one of the least growth.
-        """
+        """Returns the recomputations at ``site`` in the better of two sequences, with the ``apart`` that follows."""
         again = self.at[site]
         given = self._least_absent(site, again)
         if not 1 < len(again) <= settings.reordered_recomputations:
@@ -179,10 +173,7 @@ class Sites:
         return {v: step for v, step in last.items() if v not in kept and self.last_read(v, site) == site}
 
     def _least_absent(self, site: int, again: Sequence[int]) -> float:
-        """Returns the bytes of ``together`` that are absent at the fullest step of ``site``, less that step's workspace.
-
-        The results of a step are absent before it. A value that nothing reads later is absent after its last read.
-        """
+        """Returns the bytes of ``together`` that are absent at the fullest step of ``site``, less that step's workspace."""
         steps = again if site == self.end else [*again, site]
         gone = [0] * (len(steps) + 1)
         for value, step in self._last_steps(site, steps).items():

@@ -81,10 +81,7 @@ class Entries:
         return None if start.peak_bytes > budget else self._with_variants(single, start, budget)
 
     def _with_variants(self, single: Allocation | None, start: Allocation, budget: int) -> Allocation | None:
-        """Returns the assignment of the fewest plans per graph that are worth their compilations.
-
-        ``single`` is the best assignment of one plan per graph, ``start`` one that fits.
-        """
+        """Returns the assignment of the fewest plans per graph that are worth their compilations."""
         if self.variants == 1:
             return single
         found, worth = self._mixed(start, budget), SETTINGS.ledger
@@ -122,10 +119,7 @@ class Entries:
         return found.seconds - sum(fastest)
 
     def _mixed(self, start: Allocation, budget: int | None) -> Allocation:
-        """Returns an assignment of several plans per graph that is at least as good as ``start``.
-
-        It takes the least seconds within ``budget``, or has the least peak without one.
-        """
+        """Returns an assignment of several plans per graph that is at least as good as ``start``."""
         kept = self._promising(budget, start)
         fronts = [[self.fronts[entry][k] for k in plans] for entry, plans in enumerate(kept)]
         model = Model(fronts, self.moments, self.host_bytes)
@@ -170,10 +164,7 @@ class Entries:
         return ordered if fits else found
 
     def _promising(self, budget: int | None, start: Allocation) -> list[list[int]]:
-        """Returns, for each entry, the plans to choose from: those with the least reduced costs in the linear relaxation.
-
-        A plan with a positive weight has reduced cost 0. The plans of ``start`` are among them.
-        """
+        """Returns, for each entry, the plans to choose from: those with the least reduced costs in the linear relaxation."""
         sizes = [len(front) for front in self.fronts]
         begins = [0, *np.cumsum(sizes).tolist()]
         costs, weights = self._relaxed(budget, sizes, begins)
@@ -189,10 +180,7 @@ class Entries:
         return kept
 
     def _relaxed(self, budget: int | None, sizes: list[int], begins: list[int]) -> tuple[Vector, Vector]:
-        """Returns the reduced costs and the weights of all plans in the relaxation; zeros if it has no solution.
-
-        Without a budget, a last variable is the peak to minimize. Seconds and bytes are scaled to about 1.
-        """
+        """Returns the reduced costs and the weights of all plans in the relaxation; zeros if it has no solution."""
         rows = np.zeros((len(self.moments), begins[-1]))
         for row, moment in zip(rows, self.moments, strict=True):
             for entry, count in Counter(moment.open).items():

@@ -49,10 +49,7 @@ class CertainFusion:
         return True if len(readers) == 1 else self._is_cheap(index)
 
     def _is_cheap(self, index: int) -> bool | None:
-        """Returns whether the expression of an op is cheap and reads few buffers; None if that depends on the plan.
-
-        Each read of a value of the forward may find another live range of it.
-        """
+        """Returns whether the expression of an op is cheap and reads few buffers; None if that depends on the plan."""
         graph, stack = self.graph, [index]
         least: set[int] = set()
         most: set[tuple[int, int]] = set()

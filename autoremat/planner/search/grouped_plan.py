@@ -173,10 +173,7 @@ def _storables(buffers: Buffers, absent: Flags, border: int, group: Numbers) -> 
 
 
 def _last_reads_of_forward(buffers: Buffers, absent: Flags, border: int) -> Numbers:
-    """Returns, for each live range, the last execution of the forward that computes or reads it.
-
-    Readers of a result that is not materialised read what it is computed from.
-    """
+    """Returns, for each live range, the last execution of the forward that computes or reads it."""
     early = buffers.reader < border
     last = buffers.start.copy()
     np.maximum.at(last, buffers.source[early], buffers.reader[early])

@@ -208,10 +208,7 @@ class JointSearch:
         return min(self.search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
 
     def _from_programs(self, budget: int) -> None:
-        """Brings down the schedules of saved sets that linear programs find. Each counts from the plan of the one before.
-
-        A few programs in a row without a cheaper plan are the last ones, fewer on larger graphs.
-        """
+        """Brings down the schedules of saved sets that linear programs find. Each counts from the plan of the one before."""
         plan, failures = self._fastest, 0
         patience = effort(settings.program_work, settings.program_limits, self.graph.num_forward)
         for share in settings.program_budgets:
@@ -267,10 +264,7 @@ class JointSearch:
             self._add([self._mended(candidate, budget)], budget)
 
     def _mended(self, candidate: Candidate, budget: int, rounds: int = settings.mending_rounds) -> Candidate:
-        """Returns ``candidate`` without saved values that keep its peak above ``budget`` bytes under any stays.
-
-        Some of them may be left. The result may have the segmentation of the cheapest plan that fits.
-        """
+        """Returns ``candidate`` without saved values that keep its peak above ``budget`` bytes under any stays."""
         fitting, grouped = self._best(budget), self.grouped(candidate.plan)
         segmentations = dict.fromkeys([candidate.segmentation, *([] if fitting is None else [fitting.segmentation])])
         for _ in range(rounds):
