@@ -24,12 +24,7 @@ NETS = {
     "exactness": (*PYTEST, "tests/training/test_exactness.py", "tests/training/test_every_model.py", "tests/passes"),
     "practices": (*PYTEST, "tests/training/test_practices.py", "tests/training/test_policy_steps.py"),
     "ranks": (*PYTEST, "tests/training/test_shards.py", "tests/agreement"),
-    "budgets": (
-        *PYTEST,
-        "tests/compiler/test_attempts.py",
-        "tests/training/test_training.py",
-        "tests/training/test_pitfalls.py",
-    ),
+    "budgets": (*PYTEST, "tests/compiler/test_attempts.py", "tests/training/test_training.py"),
     "card": (*PYTEST, "tests/training/test_emulated_cuda.py", "-m", "not card"),
 }
 SHOWN = 12
