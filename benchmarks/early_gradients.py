@@ -171,7 +171,7 @@ def main() -> None:
         Way("whole, its minimum", planned(compiler, early_gradients=False, memory_budget=whole), whole),
         Way("4 parts, the minimum of the whole", planned(compiler, memory_budget=whole), whole),
         Way("4 parts, their minimum", planned(compiler, memory_budget=parts), parts),
-        Way("chosen parts, the minimum of 4", planned(compiler, early_gradients="auto", memory_budget=parts), parts),
+        Way("8 parts, the minimum of 4", planned(compiler, early_gradients=8, memory_budget=parts), parts),
         Way(f"each layer by {compiler}", per_layer(compiler)),
     ]
     train(ways, given.layers, given.steps)

@@ -48,7 +48,6 @@ BUDGETS = {
 
 
 def count_lines() -> Counter[str]:
-    """Returns the lines of each entry of ``BUDGETS``."""
     lines: Counter[str] = Counter()
     for module, path in SOURCES.items():
         package = module.partition(".")[0] if path.parent.resolve() != ROOT / "autoremat" else "top"
@@ -60,7 +59,6 @@ def count_lines() -> Counter[str]:
 
 
 def page_bytes() -> int:
-    """Returns the bytes of all pages, notebooks left out."""
     folders = (path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name != "build")
     pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     return sum(page.stat().st_size for page in {page.resolve() for page in pages})
@@ -104,7 +102,6 @@ def options_way() -> tuple[list[str], list[str]]:
 
 
 def own_stack(frame: FrameType | None, module_at: Callable[[str], str | None]) -> list[str]:
-    """Returns the project's functions from ``backend`` to ``frame``."""
     names: list[str] = []
     while frame is not None:
         module = module_at(frame.f_code.co_filename)
@@ -117,7 +114,6 @@ def own_stack(frame: FrameType | None, module_at: Callable[[str], str | None]) -
 
 
 def floor(module: str) -> int:
-    """Returns the number of the layer that holds a module."""
     return max(
         (place for place, layer in enumerate(LAYERS) if layer and f"{module}.".startswith(f"{layer}.")), default=len(LAYERS)
     )

@@ -99,7 +99,7 @@ def _wanted_parts(options: Options, around: Surroundings, is_hooked: bool) -> in
     wanted = options.early_gradients
     if wanted == "auto":
         fits = not (options.plan or options.max_slowdown is not None or is_profile(options) or split_graphs.is_split())
-        is_whole = around.why_broken is None and around.block is None
+        is_whole = around.why_broken is None and around.block is None and options.in_flight is None
         return PARTS if is_hooked and fits and is_whole else 1
     if wanted is False:
         return 1

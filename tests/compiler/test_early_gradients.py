@@ -165,6 +165,12 @@ def test_more_parts_need_less_and_the_error_says_so():
     assert finer.equals(train(thin, early_gradients=False))
 
 
+@pytest.mark.parametrize("options", [{"early_gradients": False}, {"in_flight": 2}])
+def test_optimizers_in_hooks_beside_a_whole_graph_are_warned_of(options):
+    with pytest.warns(BudgetWarning, match="a hook allocates up to .* early_gradients=True runs the hooks between parts"):
+        assert len(train(lambda: Layers(2), memory_budget=1 << 30, **options).reports) == 1
+
+
 def test_gradients_that_stay_although_they_count_as_freed_are_warned_of():
     with pytest.warns(BudgetWarning, match="the hooks leave 16 of 16 gradients") as caught:
         train(Layers, lambda model: Hooks(model, frees=False), memory_budget=1 << 30, hooks_free_gradients=True)

@@ -29,9 +29,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Part(nn.Module):
-    """The module of a stage. Dynamo compiles no ``nn.Sequential`` in place."""
-
+class Part(nn.Module):  # Dynamo compiles no nn.Sequential in place
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block() for _ in range(3)))
