@@ -41,8 +41,8 @@ BUDGETS = {
     "workspaces": 686,
     "top": 437,
     "core": 37936,
-    "tests": 31447,
-    "benchmarks": 7673,
+    "tests": 31460,
+    "benchmarks": 7668,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""
 
