@@ -190,6 +190,15 @@ def test_a_step_that_alone_exceeds_the_device_is_refused_whatever_is_planned():
     fused.of_graph(TOKENS.nbytes, counts_gradients=False).check()
 
 
+def test_accumulation_that_the_ledger_does_not_have_is_warned_of():
+    model = Model()
+    budget = autoremat.device_budget("2.7MiB", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled = torch.compile(model, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget})
+    compiled(TOKENS).backward()
+    with pytest.warns(autoremat.BudgetWarning, match="Give device_budget the number: accumulate="):
+        compiled(TOKENS)
+
+
 def test_the_cache_key_has_the_bytes_alone():
     model = Model(1)
     budget = autoremat.device_budget("1GiB", model)
