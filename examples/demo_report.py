@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +22,23 @@ LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 BUSY_SHARE = 0.05
 """Share of the timed steps that threads wait for a processor, above which the machine counts as busy."""
+
+
+def run_delays() -> dict[str, float]:
+    """Seconds for which each thread of this process has waited for a processor; empty where the system counts none.
+
+    Linux counts them (https://docs.kernel.org/scheduler/sched-stats.html).
+    """
+    found = {}
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found[task.name] = int((task / "schedstat").read_text().split()[1]) * 1e-9
+    return found
+
+
+def longest_delay(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """The largest increase of the run delay of one thread, in seconds."""
+    return max((seconds - before.get(task, 0.0) for task, seconds in after.items()), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import demo_model  # noqa: E402
 import torch  # noqa: E402
 import torch._functorch.config as functorch_config  # noqa: E402
-from demo_report import Result, Timing, failures, print_table, write_results  # noqa: E402
+from demo_report import Result, Timing, failures, longest_delay, print_table, run_delays, write_results  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 from rich.text import Text  # noqa: E402
@@ -36,7 +36,6 @@ from torch._inductor.compile_fx import compile_fx  # noqa: E402
 
 import autoremat  # noqa: E402
 from autoremat.basics.units import format_bytes  # noqa: E402
-from autoremat.measure.timer import longest_delay, run_delays  # noqa: E402
 
 FIRST_STEPS = 3
 """One compiles, one warms up, one is tracked. None is timed."""

@@ -41,7 +41,7 @@ BUDGETS = {
     "workspaces": 686,
     "top": 437,
     "core": 37936,
-    "tests": 31469,
+    "tests": 31480,
     "benchmarks": 7668,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -66,3 +68,12 @@ def test_the_files_that_the_contributors_page_names_exist():
     for name in re.findall(r"`([a-z_/]+\.pyi?)`", text):
         assert (ROOT / name).exists() or (ROOT / "autoremat" / name).exists(), name
     assert set(re.findall(r"make ([a-z-]+)", text)) <= TARGETS
+
+
+def test_programs_import_names_that_the_package_has():
+    for path in [*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoremat."):
+                module = importlib.import_module(node.module)
+                absent = [one.name for one in node.names if not hasattr(module, one.name)]
+                assert not [name for name in absent if importlib.util.find_spec(f"{node.module}.{name}") is None], path
