@@ -1,4 +1,4 @@
-"""The FX-to-FX passes in the sequence in which they run: before capture, with the plan, before lowering. See README.md here."""
+"""The FX-to-FX passes in the sequence in which they run: before capture, with the plan. See README.md here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture
 from autoremat.passes.ignore_running_averages import ignore_running_averages
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
-from autoremat.passes.inductor_workarounds.channels_last import state_channels_last
 from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared as keep_compared
 from autoremat.passes.inductor_workarounds.layout_copies import is_layout_copy as is_layout_copy
@@ -52,11 +51,6 @@ def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[i
         run_passes(forward, materialize_shared)
         run_passes(backward, materialize_shared, preserve_strides)
     return forward, backward
-
-
-def before_lowering(half: fx.GraphModule) -> None:
-    """Rewrites one half in place just before Inductor lowers it."""
-    run_passes(half, state_channels_last)
 
 
 def _check_split(capture: Capture, backward: fx.GraphModule) -> None:

@@ -16,7 +16,6 @@ from autoremat.compiler.attempts import Verdict
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.host_memory import ops
-from autoremat.passes import before_lowering
 from autoremat.planner.cost import UNKNOWN_GPU, datasheet
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.torch_private import compilers, dynamo, inductor_lowering, layouts, named_card
@@ -113,7 +112,6 @@ def lower(
     try:
         with (
             inductor_lowering.memory_first(lambda: partitioning.memory_first, lambda: partitioning.pins_forward),
-            inductor_lowering.rewriting_before_lowering(before_lowering),
             inductor_lowering.draws_by_place(patches),
             inductor_lowering.draws_in_sequence(),
             inductor_lowering.sums_at_their_places(),

@@ -193,24 +193,6 @@ def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool]) -
         yield
 
 
-def chooses_layouts_of_gradients() -> bool:
-    """Returns True if this Inductor chooses the layouts of a convolution gradient's inputs. Earlier versions keep them."""
-    return names.resolve("torch._inductor.kernel.conv:convolution_backward_lowering") is not None
-
-
-@contextlib.contextmanager
-def rewriting_before_lowering(rewrite: Callable[[fx.GraphModule], None]) -> Iterator[None]:
-    """Applies ``rewrite`` to each FX graph module, in place, just before Inductor lowers it."""
-    from torch._inductor.graph import GraphLowering
-
-    def rewrite_and_run(run: Method, lowering: Any, *arguments: Any) -> Any:
-        rewrite(lowering.module)
-        return run(lowering, *arguments)
-
-    with hooked(GraphLowering, "run", rewrite_and_run):
-        yield
-
-
 @contextlib.contextmanager
 def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
     """Makes each random number in this thread's kernels depend only on its seed and its position, while active.

@@ -19,7 +19,6 @@ VERSIONS = {
     "torch._inductor.codegen.cpp:CppVecKernel._use_parallel_atomic_add": range(14, 99),
     "torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random": range(13, 99),
     "torch._inductor.config:use_rand4x": range(15, 99),
-    "torch._inductor.kernel.conv:convolution_backward_lowering": range(13, 99),
     "torch._C:_accelerator_getAllocatorSettings": range(12, 99),
     "torch.fx.experimental.symbolic_shapes:optimization_hint": range(12, 99),
     "torch.fx.experimental.symbolic_shapes:size_hint": range(11, 12),

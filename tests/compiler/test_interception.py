@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoremat
-from autoremat.compiler import lowering, peers
+from autoremat.compiler import peers
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
@@ -125,7 +125,6 @@ def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
 POINTS = {
     "before compilation": (compilers, "compile_with_inductor"),
     "planning": (peers, "plan_graph"),
-    "before lowering": (lowering, "before_lowering"),
     "after code generation": (inductor_lowering, "_lowered_peak"),
 }
 """Functions that run while a graph is compiled, each once or more."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import trained_steps
-from models import build
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trained_steps import LEAST, assert_close, gradients, trained
@@ -19,7 +18,6 @@ from trained_steps import LEAST, assert_close, gradients, trained
 import autoremat
 from autoremat import Report, track_peak
 from autoremat.capture.capture import Capture
-from autoremat.compiler import lowering
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.planner.memory.allocations import FREED
 from autoremat.planner.search.candidates import Search
@@ -162,23 +160,6 @@ def test_recomputed_values_that_are_read_by_strides_lie_as_they_were_traced(star
     found, x.grad = x.grad, None
     loss(x).backward()
     torch.testing.assert_close(found, x.grad)
-
-
-@pytest.mark.skipif(not inductor_lowering.chooses_layouts_of_gradients(), reason="this torch leaves layouts as they are")
-def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
-    model, inputs = build("unet", levels=2)
-    options = {"recompute": ("aten.cat", "aten._unsafe_index")}
-
-    def peak() -> int:
-        torch._dynamo.reset()
-        report = autoremat.explain(model, *inputs, lower=True, options=options)
-        assert any("aten.cat" in report.plan.graph.ops[op].target for op in report.plan.recomputed)
-        return report.compiled_peak_bytes
-
-    at_once = peak()
-    monkeypatch.setattr(lowering, "before_lowering", lambda graph: None)
-    # The larger part of the concatenation of the last level again; torch before 2.15 copies more.
-    assert at_once + 8 * 32 * 32 * 32 * 4 <= peak()
 
 
 def test_no_planner_outlives_its_compilation():

@@ -136,6 +136,6 @@ def passes() -> set[str]:
 
 
 def test_no_pass_is_called_by_hand():
-    assert len(passes()) == 12
+    assert len(passes()) == 11
     for folder in (ROOT / "autoremat", ROOT / "passes"):
         assert not passes() & functions_of(folder).keys()
