@@ -107,7 +107,7 @@ KINDS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "graph_break": (in_a_loop(lambda x: torch._dynamo.graph_break()), "graph_break"),
     "disabled": (in_a_loop(left), "disable"),
     "retain_grad": (in_a_loop(lambda x: x.retain_grad()), "retain_grad"),
-    "save_on_cpu": (around(torch.autograd.graph.save_on_cpu), "save_on_cpu"),
+    "save_on_cpu": (around(torch.autograd.graph.save_on_cpu), "save_on_cpu|marked as skipped"),
     "file": (around(lambda: open(os.devnull)), "open|TextIOWrapper"),  # noqa: SIM115
     "try": (tried, "graph_break"),
     "branch": (branches, "[Dd]ata-dependent"),

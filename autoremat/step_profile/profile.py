@@ -73,6 +73,7 @@ def profile_step(
     variants = variants_of(variants)
     holds_compiled = _holds_compiled(function) if regional is None else regional
     torch.compiler.reset()
+    listen()  # the reset has ended it
     compiled = functools.partial(torch.compile, backend="autoremat", options=dict(options or {}) or None)
     step = function if holds_compiled else compiled(function)
     taken = Recording(parsed)

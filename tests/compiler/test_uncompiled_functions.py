@@ -149,7 +149,11 @@ def test_a_first_step_within_a_mode_of_the_dispatcher_is_told_of():
 def test_modules_of_torch_that_dynamo_skips_are_told_of():
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
     model.compile(backend="autoremat", options=OPTIONS)
-    (text,) = warned(model, inputs(), inputs())
+    known = len(autoremat.reports())
+    texts = warned(model, inputs(), inputs())
+    if len(autoremat.reports()) > known:
+        pytest.skip("this torch compiles such modules")
+    (text,) = texts
     assert "`Linear.forward`" in text
     assert "a module with a forward of its own" in text
     torch.compiler.reset()
