@@ -81,13 +81,7 @@ def test_format_bytes(count, expected):
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [
-        (0.0, "0.00 s"),
-        (5e-8, "0.05 us"),
-        (999.999e-6, "1.00 ms"),
-        (125.0, "125.00 s"),
-        (-0.0015, "-1.50 ms"),
-    ],
+    [(0.0, "0.00 s"), (5e-8, "0.05 us"), (999.999e-6, "1.00 ms"), (125.0, "125.00 s"), (-0.0015, "-1.50 ms")],
 )
 def test_format_seconds(seconds, expected):
     assert format_seconds(seconds) == expected

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gathering_steps import (
-    EAGER,
-    IGNORED_WARNINGS,
-    again,
-    inputs,
-    measured_peaks,
-    planned_calls,
-    run,
-    sharded_step,
-)
+from gathering_steps import EAGER, IGNORED_WARNINGS, again, inputs, measured_peaks, planned_calls, run, sharded_step
 from oracles import same_bits
 from processes import run_ranks, values
 from torch import Tensor

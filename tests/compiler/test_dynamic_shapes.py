@@ -54,10 +54,7 @@ def possible() -> autoremat.Report:
 
 @pytest.mark.parametrize(
     ("order", "dynamic"),
-    [
-        pytest.param(1, None, id="growing", marks=pytest.mark.slow),
-        pytest.param(-1, True, id="shrinking dynamic"),
-    ],
+    [pytest.param(1, None, id="growing", marks=pytest.mark.slow), pytest.param(-1, True, id="shrinking dynamic")],
 )
 def test_the_budget_holds_for_every_length(possible, order, dynamic):
     budget = possible.minimum_peak_bytes * 21 // 20

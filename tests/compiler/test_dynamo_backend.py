@@ -69,10 +69,7 @@ def policy(saved, context, op, *args, **kwargs):
 @pytest.mark.parametrize("options", [LEAST, UNBOUNDED], ids=["least", "unbounded"])
 @pytest.mark.parametrize(
     ("saved", "again"),
-    [
-        ({ATEN.mm, ATEN.addmm}, {ATEN.gelu}),
-        ({ATEN.gelu, ATEN.sigmoid}, {ATEN.addmm}),
-    ],
+    [({ATEN.mm, ATEN.addmm}, {ATEN.gelu}), ({ATEN.gelu, ATEN.sigmoid}, {ATEN.addmm})],
     ids=["products", "pointwise"],
 )
 def test_selective_checkpoint_policies_are_obeyed(modules, options, saved, again):

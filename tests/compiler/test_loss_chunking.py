@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 from captured import planned, seen
-from chunkable import (
-    LOSSES,
-    WORDS,
-    Loss,
-    Model,
-    by_hand,
-    flat,
-    shifted_as_transformers_does,
-    tokens_of,
-    train,
-)
+from chunkable import LOSSES, WORDS, Loss, Model, by_hand, flat, shifted_as_transformers_does, tokens_of, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -77,11 +77,7 @@ def train(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[Tensor], au
     return [*found.tensors, torch.get_rng_state()], found.report
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "gated": (Gated, 1),
-    "plain": (Plain, 1),
-    "packed": (Packed, 1),
-}
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {"gated": (Gated, 1), "plain": (Plain, 1), "packed": (Packed, 1)}
 """Modules by name, and the number of stretches in each."""
 
 

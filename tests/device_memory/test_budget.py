@@ -141,12 +141,7 @@ def tight(
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulate"),
-    [
-        ("AdamW foreach", 1),
-        ("SGD", 3),
-        pytest.param("8-bit Adam", 3, marks=pytest.mark.slow),
-    ],
+    ("name", "accumulate"), [("AdamW foreach", 1), ("SGD", 3), pytest.param("8-bit Adam", 3, marks=pytest.mark.slow)]
 )
 def test_the_predicted_peak_of_the_device_is_the_measured_one(name, accumulate):
     model = Model()

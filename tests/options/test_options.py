@@ -108,10 +108,7 @@ def test_parse_separates_our_keys_from_inductors():
     assert options.mode == "default"
 
 
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [("max_autotun", "max_autotune"), ("time-limits", "time_limit")],
-)
+@pytest.mark.parametrize(("key", "nearest"), [("max_autotun", "max_autotune"), ("time-limits", "time_limit")])
 def test_unknown_key_names_the_nearest(key, nearest):
     with pytest.raises(OptionsError) as caught:
         parse({key: 1})
@@ -149,14 +146,7 @@ def test_a_bad_environment_is_not_read_when_it_does_not_count(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("6GiB", 6 * 2**30),
-        ("1.0", 1.0),
-        ("5e-1", 0.5),
-        ("None", None),
-        (" 123456 ", 123456),
-    ],
+    ("text", "expected"), [("6GiB", 6 * 2**30), ("1.0", 1.0), ("5e-1", 0.5), ("None", None), (" 123456 ", 123456)]
 )
 def test_environment_forms(monkeypatch, text, expected):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)

@@ -143,11 +143,7 @@ def numbers_without_stays(smallest: bool) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("choose", "smallest"),
-    [
-        (stays.as_short_as_possible, True),
-        (stays.at_random(1), False),
-        (stays.at_random(2, share=1.0), True),
-    ],
+    [(stays.as_short_as_possible, True), (stays.at_random(1), False), (stays.at_random(2, share=1.0), True)],
 )
 def test_code_computes_the_same_at_the_planned_peak(choose, smallest):
     expected = numbers_without_stays(smallest)

@@ -140,9 +140,6 @@ def test_values_add_up_to_the_plan(graph, share):
         )
 
 
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [("layers.10", "layers.*"), ("", ""), ("h.0.attn.2", "h.*.attn.*")],
-)
+@pytest.mark.parametrize(("module", "expected"), [("layers.10", "layers.*"), ("", ""), ("h.0.attn.2", "h.*.attn.*")])
 def test_module_class(module, expected):
     assert module_class(module) == expected

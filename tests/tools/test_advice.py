@@ -90,10 +90,7 @@ def test_micro_batches_take_remedies_if_not_even_one_sample_fits_without():
     assert advice.best.peak_bytes == 2 * GRADIENTS + 4 * PER_SAMPLE
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [({"chunk_loss": False}, "chunk_loss"), ({"store": ("device",)}, "host_memory")],
-)
+@pytest.mark.parametrize(("options", "key"), [({"chunk_loss": False}, "chunk_loss"), ({"store": ("device",)}, "host_memory")])
 def test_options_of_the_user_stay(options, key):
     step = Step(0.5, 0.5)
     advice_on(step, 12, **options)

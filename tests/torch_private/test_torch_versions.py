@@ -81,10 +81,7 @@ class SineComputedAgain(torch.autograd.Function):
         return gradient[:, None] * torch.cos(torch.ops.versions.costly_sine(x))
 
 
-@pytest.mark.skipif(
-    "extra_node_key" not in inspect.signature(fx_graph_cse).parameters,
-    reason="this torch merges such calls",
-)
+@pytest.mark.skipif("extra_node_key" not in inspect.signature(fx_graph_cse).parameters, reason="this torch merges such calls")
 def test_what_a_model_computes_again_in_its_backward_is_not_saved():
     x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
     compiled = compile_(lambda x, weight: SineComputedAgain.apply(torch.tanh(x @ weight)), **LEAST)

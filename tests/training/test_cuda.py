@@ -164,13 +164,7 @@ def on_stream(run: Callable[[], Any], own: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama", "float32"),
-        ("llama", "bfloat16"),
-        ("gpt2", "float32"),
-        ("gpt2", "bfloat16"),
-    ],
+    ("name", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gpt2", "float32"), ("gpt2", "bfloat16")]
 )
 def test_a_plan_made_without_the_card_is_taken_from_its_file(name, dtype, tmp_path, record_property):
     path = tmp_path / "plan.json"

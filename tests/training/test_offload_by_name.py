@@ -85,12 +85,7 @@ def test_a_policy_names_forms_for_the_results_of_its_regions():
 
 def test_a_name_and_a_chosen_plan_keep_to_one_bound():
     model, bound = Net(), 3 * SIZE
-    options = {
-        **EAGER,
-        "memory_budget": 0.7,
-        "host_memory": bound,
-        "save": {"layers.1.1": "host"},
-    }
+    options = {**EAGER, "memory_budget": 0.7, "host_memory": bound, "save": {"layers.1.1": "host"}}
     report = autoremat.explain(model, X, options=options)
     assert SIZE < report.host_peak_bytes <= bound
 

@@ -139,11 +139,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 shifted.register_fake(torch.empty_like)
 shifted.register_autograd(lambda context, gradient: gradient)
 
-once = {
-    "dropout": lambda x: F.dropout(x, 0.5),
-    "choice": lambda x: x.sort(-1)[0],
-    "custom": shifted,
-}
+once = {"dropout": lambda x: F.dropout(x, 0.5), "choice": lambda x: x.sort(-1)[0], "custom": shifted}
 
 
 def demand(context, op, *args, **kwargs):

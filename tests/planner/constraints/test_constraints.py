@@ -153,10 +153,7 @@ def small() -> Graph:
 
 @pytest.mark.parametrize(
     ("pattern", "reason"),
-    [
-        ("layers.1.mlp", r"may not run twice \(random\)"),
-        ("model.head", "its result is an output, which the caller holds"),
-    ],
+    [("layers.1.mlp", r"may not run twice \(random\)"), ("model.head", "its result is an output, which the caller holds")],
 )
 def test_an_order_to_recompute_what_cannot_be_is_refused_with_the_reason(pattern, reason):
     with pytest.warns(ConstraintWarning, match=reason):

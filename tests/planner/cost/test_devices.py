@@ -100,11 +100,7 @@ def test_types_that_tensor_cores_do_not_know_have_another_rate(name, dtype, same
 
 @pytest.mark.parametrize(
     ("name", "dtype", "published"),
-    [
-        ("MI300X", "bfloat16", 668e12),
-        ("MI355X", "bfloat16", 1565e12),
-        ("MI300X", "float8_e4m3fnuz", 1273e12),
-    ],
+    [("MI300X", "bfloat16", 668e12), ("MI355X", "bfloat16", 1565e12), ("MI300X", "float8_e4m3fnuz", 1273e12)],
 )
 def test_cards_of_amd_have_the_published_rates_of_large_products(name, dtype, published):
     assert cuda_device(name).of_type(dtype).flops_per_second == pytest.approx(published, rel=0.08)

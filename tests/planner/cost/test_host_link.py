@@ -46,13 +46,7 @@ def test_every_card_has_a_link_that_is_slower_than_its_memory():
 
 
 @pytest.mark.parametrize(
-    "impossible",
-    [
-        {"to_host": 0.0},
-        {"from_host": math.inf},
-        {"latency_seconds": -1e-6},
-        {"both_ways": 1.5},
-    ],
+    "impossible", [{"to_host": 0.0}, {"from_host": math.inf}, {"latency_seconds": -1e-6}, {"both_ways": 1.5}]
 )
 def test_an_impossible_link_is_refused(impossible):
     with pytest.raises(ValueError, match="is no host link"):

@@ -175,10 +175,7 @@ TIMELINE: dict[str, Tamper] = {
     "another schedule": with_timeline(lambda t: {"schedule": Schedule(t.schedule.forward, ())}),
 }
 
-PEAK: dict[str, Tamper] = {
-    "one byte less": with_timeline(bytes_at(-1, -1)),
-    "one byte more": with_timeline(bytes_at(-1, 1)),
-}
+PEAK: dict[str, Tamper] = {"one byte less": with_timeline(bytes_at(-1, -1)), "one byte more": with_timeline(bytes_at(-1, 1))}
 
 BUDGET: dict[str, Tamper] = {
     "the true peak exceeds it": lambda p: dataclasses.replace(with_timeline(lowered)(p), budget_bytes=p.peak_bytes - 1),
