@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# -- seconds -----------------------------------------------------------------------------------------------------------
-
 
 def recompute_seconds(graph: Graph, index: int) -> float:
     """What a second run of an op takes. Within fused kernels: its arithmetic, and a read of what kernels of their own have made
@@ -99,9 +97,6 @@ def saving_seconds(graph: Graph, value: int) -> float:
     return graph.values[value].bytes * moves * graph.saving_seconds_per_byte
 
 
-# -- optima ------------------------------------------------------------------------------------------------------------
-
-
 def subsets(items: Sequence[int]) -> Iterator[frozenset[int]]:
     """All subsets, small ones first."""
     for size in range(len(items) + 1):
@@ -177,9 +172,6 @@ def least_added_seconds(graph: Graph, budget: int) -> float:
                 distance[values, next_op] = cost
                 heapq.heappush(queue, (cost, next_op, tuple(sorted(values))))
     return math.inf
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -21,8 +21,6 @@ from autoremat.planner.graph.schedule import Schedule, Stay
 
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for
 
-# -- graphs ------------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class GraphBuilder:
@@ -280,8 +278,6 @@ def stays_of(draw: st.DrawFn, graph: Graph, schedule: Schedule, most: int = 4) -
         found.append(Stay(value, draw(st.sampled_from(FORMS)), store, free, load, need))
     return tuple(found)
 
-
-# -- modules -----------------------------------------------------------------------------------------------------------
 
 STEPS = (
     "linear", "linear", "tied", "add", "add", "mul", "gelu", "tanh", "relu", "silu", "softmax", "where", "detach",

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training_steps import ROWS, STEPS, WIDTH, Compile, Step, layers, numbers, rows, simple, step, train
 
-# -- types and layouts -------------------------------------------------------------------------------------------------
-
 
 def autocast_step(dtype: torch.dtype) -> Step:
     def run(compile_: Compile) -> list[Tensor]:
@@ -60,9 +58,6 @@ STEPS |= {
 }
 
 
-# -- function transforms -----------------------------------------------------------------------------------------------
-
-
 @step
 def mapped_over_a_batch(compile_: Compile) -> list[Tensor]:
     model = layers()
@@ -94,9 +89,6 @@ def with_other_parameters(compile_: Compile) -> list[Tensor]:
         return torch.func.functional_call(model, weights, (x.flip(0),)).exp().mean()
 
     return train(model, compile_(loss), rows())
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
 
 
 @step

@@ -71,8 +71,6 @@ def simple(make: Callable[[], nn.Module], forward: Callable[[nn.Module, Tensor],
     return run
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------------
-
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
@@ -115,8 +113,6 @@ def own_generator(compile_: Compile) -> list[Tensor]:
         loss.backward()
     return numbers(*losses, model)
 
-
-# -- state, writing, aliases -------------------------------------------------------------------------------------------
 
 STEPS |= {
     "batch_norm": simple(
@@ -263,9 +259,6 @@ def without_gradient_in_between(compile_: Compile) -> list[Tensor]:
         return F.mse_loss(model(rounded), target) + hidden.exp().mean()
 
     return [*train(model, compile_(loss), rows(gradient=True)), *numbers(teacher)]
-
-
-# -- what goes in and out ----------------------------------------------------------------------------------------------
 
 
 @step

@@ -108,9 +108,6 @@ def test_a_damaged_plan_leaves_the_report(folder):
     assert record.report.plan is None
 
 
-# -- how much there is -------------------------------------------------------------------------------------------------
-
-
 def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
     monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "1MB")
     for number in range(9):
@@ -145,9 +142,6 @@ def test_clearing_leaves_what_is_not_ours(folder):
     (folder / "notes.txt").write_text("mine")
     assert disk_cache.clear() > 0
     assert [path.name for path in folder.parent.rglob("*") if path.is_file()] == ["notes.txt"]
-
-
-# -- locks -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lock_is_held_by_one_thread_at_a_time(folder):

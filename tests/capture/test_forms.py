@@ -112,9 +112,6 @@ def test_masks_have_a_form_as_bits_with_or_without_a_host(small_values):
     assert form.load.seconds == pytest.approx(mask.bytes * (read / 8 + written))
 
 
-# -- where nothing can be kept on the host -----------------------------------------------------------------------------
-
-
 def test_a_cpu_has_no_link_and_says_so(small_values):
     with pytest.warns(OptionWarning, match="host_memory has no effect on a graph: cpu has no memory apart from the host's"):
         report = autoremat.explain(step, X, options={**EAGER, "host_memory": "1GiB"})
@@ -138,9 +135,6 @@ def test_settings_under_which_nothing_is_copied(small_values, setting, said):
         f"host_memory has no effect on a graph: the code cannot copy to the host under {said}"
     )
     assert not with_forms(found)
-
-
-# -- the link ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_link_is_measured_in_both_directions():

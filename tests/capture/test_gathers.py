@@ -61,9 +61,6 @@ def in_world(*ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world", ranks, indirect=True)
 
 
-# -- capture -------------------------------------------------------------------------------------------------------------
-
-
 @in_world(64)
 def test_a_gather_is_priced_by_the_bytes_that_it_sends(world):
     graph = captured(sharded_step, *inputs(world), interconnect_bandwidth=1e6, interconnect_latency=0.5).graph
@@ -122,9 +119,6 @@ def test_a_gather_that_the_model_saves_is_saved(world):
     assert GATHER in again(explained(sharded_step, *inputs(2), **LEAST))
 
 
-# -- plans ---------------------------------------------------------------------------------------------------------------
-
-
 @in_world(64)
 def test_tighter_budgets_gather_more_and_faster_links_cost_less(world):
     tensors, added = inputs(world, layers=8), {}
@@ -136,9 +130,6 @@ def test_tighter_budgets_gather_more_and_faster_links_cost_less(world):
         assert 0 == repeated[0] < repeated[1] < repeated[2]
         added[rate] = plans[1].cost_seconds
     assert added[1e9] > added[1e10]
-
-
-# -- execution -----------------------------------------------------------------------------------------------------------
 
 
 def repeated(step: Step, expected_of: Step, gather: str) -> tuple[Report, list[str]]:

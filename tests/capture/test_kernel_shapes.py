@@ -70,9 +70,6 @@ def test_attention(causal):
     assert shape_of(on_cpu, *[(2, 4, 128, 64)] * 3) == Attention(64, 128, causal, backward=True, kernel=AttentionKernel.AMPERE)
 
 
-# -- types of products on cards by name --------------------------------------------------------------------------------
-
-
 def test_a_float32_product_beside_a_16_bit_one_has_its_own_rate():
     wide = torch.empty(4096, 4096, device="meta", requires_grad=True)
 

@@ -113,9 +113,6 @@ def test_a_half_whose_plan_stays_far_below_its_limit_gets_the_headroom_that_its_
     assert (steps, verdict) == ([(0, FIT), (5, FIT), (35, FIT)], Accept())
 
 
-# -- a looser plan -------------------------------------------------------------------------------------------------------
-
-
 def faster(peaks: dict[bool, int] | int, gain: float = 0.5) -> Attempt:
     return attempt(peaks, gain=gain)
 
@@ -152,9 +149,6 @@ def test_the_gain_is_not_asked_for_where_it_decides_nothing():
 
     for peak, rules in ((101, Rules()), (98, Rules()), (50, Rules(may_loosen=False))):
         verdict_on([attempt(peak, is_complete=False)], rules, never)
-
-
-# -- nothing fits --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -208,9 +202,6 @@ def test_every_compilation_ends(rules, peak):
             break
     assert isinstance(verdict, Infeasible if rules.must_fit else Accept)
     assert len(steps) <= limit
-
-
-# -- figures of the report -----------------------------------------------------------------------------------------------
 
 
 def test_the_peak_of_the_code():

@@ -80,9 +80,6 @@ def rows(x: Tensor) -> Tensor:
     return NET(x).square().mean(0)
 
 
-# -- steps ---------------------------------------------------------------------------------------------------------------
-
-
 def once(f: Callable[..., Any], x: Tensor) -> object:
     f(x).sum().backward()
 

@@ -105,9 +105,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-# -- DistributedDataParallel --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_an_infeasible_budget_names_the_minimum_of_all_buckets(one_rank):
     with pytest.raises(Exception, match="buckets of DistributedDataParallel together") as caught:
@@ -215,9 +212,6 @@ def test_every_rank_keeps_a_budget_under_inductor_that_plain_inductor_exceeds():
     check(values(run_ranks(train_ddp_by_inductor, 2, timeout=600)))
 
 
-# -- the ledger ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_ledger_counts_a_border_once_whoever_holds_it():
     borders = (Border(10, 0, (1,), gradient_bytes=10), Border(1, 1, (), leaves=True, gradient_bytes=1))
     parts = (Part(0, 10, 3, keeps={0: 1}), Part(1, 1, 5, keeps={0: 1}))
@@ -250,9 +244,6 @@ def test_a_gradient_with_several_readers_waits_for_the_first_of_them():
     assert base[2, True] == 0
     assert base[1, True] == 10  # the gradient from graph 2
     assert base[0, True] == 0  # it is the tangent, which the plan counts
-
-
-# -- fully_shard --------------------------------------------------------------------------------------------------------
 
 
 class Cast(nn.Module):

@@ -58,9 +58,6 @@ def compile_(function, options=None, **arguments):
     return torch.compile(function, backend="autoremat", options=LEAST if options is None else options, **arguments)
 
 
-# -- orders of the user ------------------------------------------------------------------------------------------------
-
-
 def policy(saved, context, op, *args, **kwargs):
     packet = getattr(op, "overloadpacket", op)
     return CheckpointPolicy.MUST_SAVE if packet in saved else CheckpointPolicy.MUST_RECOMPUTE
@@ -91,9 +88,6 @@ def test_selective_checkpoint_policies_are_obeyed(modules, options, saved, again
     assert packets & again
 
 
-# -- what is left alone ------------------------------------------------------------------------------------------------
-
-
 def test_inference_goes_untouched(modules, new_reports):
     model = Mlp()
     compiled = compile_(model)
@@ -102,9 +96,6 @@ def test_inference_goes_untouched(modules, new_reports):
         assert torch.equal(compiled(x), model(x))
     assert not modules
     assert new_reports() == []
-
-
-# -- several graphs, other shapes --------------------------------------------------------------------------------------
 
 
 def test_dynamic_sizes_in_views_and_outputs(new_reports):

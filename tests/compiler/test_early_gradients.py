@@ -116,9 +116,6 @@ def train(make: Callable[[], nn.Module], hooks: Callable[[nn.Module], Any] = Hoo
     return Trained(losses, [one.detach().clone() for one in state], peak.bytes, autoremat.reports()[before:])
 
 
-# -- steps --------------------------------------------------------------------------------------------------------------
-
-
 def test_steps_in_parts_have_the_bits_of_the_whole_graph():
     expected, found = train(Mixed), train(Mixed, memory_budget=1 << 30, early_gradients=2)
     assert found.equals(expected)
@@ -201,9 +198,6 @@ def test_other_sizes_and_a_kept_graph_have_the_same_gradients():
         assert all(map(same_bits, gradients(planned, rows), gradients(plain, rows)))
 
 
-# -- shards -------------------------------------------------------------------------------------------------------------
-
-
 def sharded(by_layer: bool) -> Layers:
     model = Layers()
     for layer in model.layers if by_layer else ():
@@ -250,9 +244,6 @@ def test_gradients_leave_by_group_of_fully_shard_and_by_part_where_the_graph_gat
         assert rank.same_bits
 
 
-# -- cuts ---------------------------------------------------------------------------------------------------------------
-
-
 def captured(model: Callable[[Tensor], Tensor], count: int) -> tuple[fx.GraphModule, list[set[str]]]:
     """Returns the graph of a model, and the parameters that each of its parts is the first to read."""
     found: list[tuple[fx.GraphModule, list[set[str]]]] = []
@@ -295,9 +286,6 @@ def test_no_cut_lies_inside_of_a_transform():
 
     _, parts = captured(Mapped(4), 4)
     assert len(parts) == 1
-
-
-# -- the ledger ---------------------------------------------------------------------------------------------------------
 
 
 def test_freed_gradients_count_right_after_the_backward_of_their_part_alone():

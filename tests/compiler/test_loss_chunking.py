@@ -234,9 +234,6 @@ def test_under_inductor_with_a_tied_weight():
     assert found.peak <= budget
 
 
-# -- losses that torch computes in chunks itself -----------------------------------------------------------------------
-
-
 class ChunkedByTorch(Model):
     def forward(self, tokens: Tensor) -> Tensor:
         options = nn.LinearCrossEntropyOptions(allow_retain_graph=True)

@@ -41,9 +41,6 @@ def explained(**options: object) -> Report:
     return autoremat.explain(loss, X, options=EAGER | options)
 
 
-# -- the planner -------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60)
 @given(graphs(), st.sampled_from(SLOWDOWNS))
 def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, allowed):
@@ -91,9 +88,6 @@ def test_the_peak_is_never_above_that_without_a_budget(monkeypatch):
     assert planner.least_peak(time).plan is without_budget
 
 
-# -- the option --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", ["fast", 1.5])
 def test_other_values_are_refused(value):
     with pytest.raises(OptionsError, match='max_slowdown=.*such as 0.03 or "3%"'):
@@ -111,9 +105,6 @@ def test_a_stored_plan_and_a_step_profile_exclude_it(tmp_path):
         autoremat.profile_step(loss, X, memory_budget="1GiB", options=EAGER | {"max_slowdown": 0.03})
     with pytest.raises(OptionsError, match="no meaning for pareto"):
         autoremat.pareto(loss, X, options={"max_slowdown": 0.03})
-
-
-# -- one graph ---------------------------------------------------------------------------------------------------------
 
 
 def test_alone_it_asks_for_the_least_peak_within_the_time():

@@ -19,9 +19,6 @@ UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
 TOKENS = torch.randint(64, (8, 32))
 
 
-# -- the ledger --------------------------------------------------------------------------------------------------------
-
-
 def test_the_ledger_has_a_row_for_each_kind_of_memory():
     model, ema = Model(), Model()
     model.tied = model.head.weight
@@ -108,9 +105,6 @@ def test_a_card_by_name_has_its_data_sheets_memory_and_the_defaults_of_cuda():
 def test_values_that_are_not_accepted(keywords, said):
     with pytest.raises(autoremat.OptionsError, match=said):
         autoremat.device_budget(**{"total": "1GiB", "model": nn.Linear(2, 2), **keywords})
-
-
-# -- the budget --------------------------------------------------------------------------------------------------------
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, budget: Any, accumulate: int, **options: Any) -> int:

@@ -80,9 +80,6 @@ def test_what_binds_a_size_has_the_trait_whatever_its_op():
     assert op_traits.traits_of(node) == Trait.DATA_DEPENDENT
 
 
-# -- the sizes that a plan counts ----------------------------------------------------------------------------------------
-
-
 def by_mask(x: Tensor, w: Tensor) -> Tensor:
     h = (x @ w).sin()
     return (h[x[:, 0] > -9].sin() @ w).sin().square().mean()

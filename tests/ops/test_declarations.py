@@ -197,9 +197,6 @@ def test_declarations_are_part_of_the_fingerprint():
     assert identity(flops=formula(2)) == found[3]
 
 
-# -- Triton kernels ----------------------------------------------------------------------------------------------------
-
-
 class Kernel:
     """Stands in for a Triton kernel, which needs a GPU: only its name counts while a graph is planned."""
 

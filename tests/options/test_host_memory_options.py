@@ -55,9 +55,6 @@ def test_a_profile_that_was_made_without_host_memory_keeps_nothing_there():
     assert request.forms == set()
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def free_of(tmp_path):
     """Returns the free bytes by files that say so."""

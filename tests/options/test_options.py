@@ -172,9 +172,6 @@ def test_configure_checks_at_once_and_then_changes_nothing():
         configure(max_autotune=True)
 
 
-# The resolved budget
-
-
 @given(st.integers(0, 2**60), st.floats(0.001, 1))
 def test_a_share_is_floored_and_within_the_baseline(baseline, share):
     budget = budget_with(Options(memory_budget=share), baseline)

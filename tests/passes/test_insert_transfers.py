@@ -48,9 +48,6 @@ def compiled(function: Callable[..., Any], choose: stays.Choose, run: Callable[[
     return seen, result
 
 
-# -- uncompiled graphs -------------------------------------------------------------------------------------------------
-
-
 def outcome(program: Program, choose: stays.Choose, budget: float | int | None) -> tuple[Outcome, Seen]:
     """What a step of the program computes, the plans, and that the bytes that were moved are those of the plan."""
     torch.manual_seed(0)
@@ -92,9 +89,6 @@ def test_every_kind_of_step_is_exact(start):
 @given(programs(), st.integers(0, 99), st.sampled_from((None, 0.7, LEAST)))
 def test_random_modules_are_exact(program, seed, budget):
     assert_exact(program, seed, budget)
-
-
-# -- code --------------------------------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -162,9 +156,6 @@ def test_code_computes_the_same_at_the_planned_peak(choose, smallest):
     assert moved.to_host_bytes - before.to_host_bytes == stored_bytes(replace(seen, plans=seen.plans[-1:]))
 
 
-# -- lifetimes ---------------------------------------------------------------------------------------------------------
-
-
 def gradients_of(losses: list[Tensor], model: nn.Module, **keywords: bool) -> list[Tensor]:
     return [g for loss in losses for g in torch.autograd.grad(loss, list(model.parameters()), **keywords)]
 
@@ -222,9 +213,6 @@ def test_many_steps_use_the_same_buffers(trained):
     assert len(weakref.finalize._registry) == objects
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
-
-
 def masked(x: Tensor, y: Tensor) -> Tensor:
     """Two masks that the backward reads, one of them in another layout. Their numbers of elements are no multiples of 8."""
     first, second = x > 0.3, (y * 2 > 0).t().contiguous()
@@ -270,9 +258,6 @@ def test_masks_are_packed_as_bits(compiler):
     assert seen.plan.schedule.stays
     assert kept.count(-(-13 * 9 // 8)) == len(seen.plan.schedule.stays)
     assert 13 * 9 not in kept
-
-
-# -- other compilations ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -49,9 +49,6 @@ def few_moves():
         yield
 
 
-# -- properties --------------------------------------------------------------------------------------------------------
-
-
 @every_solver
 @settings(max_examples=25)
 @given(st.one_of(dags(), graphs(max_ops=20)))
@@ -146,9 +143,6 @@ def test_a_plan_of_a_split_is_a_plan_of_the_whole(graph, data):
         assert (whole.peak_bytes, whole.added_seconds) == (found.peak_bytes, found.added_seconds)
 
 
-# -- known optima ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("length", "budget", "optimum"), [(3, 3, 1), (4, 3, 3), (5, 3, 6), (4, 4, 1), (5, 4, 2), (6, 4, 3)])
 def test_chains_with_few_places_cost_what_griewank_says(length, budget, optimum):
     """Reversing a chain of so many steps with so many checkpoints, by brute force; no solver and no bound contradicts it."""
@@ -173,9 +167,6 @@ def test_a_long_chain_is_planned_close_to_its_bound(single_phase):
     graph = training_chain(60, single_phase)
     for share in (0.8, 0.6, 0.4, 0.3):
         assert plan(graph, share).gap <= 0.01
-
-
-# -- single facts ------------------------------------------------------------------------------------------------------
 
 
 def test_budgets_are_given_as_in_options():

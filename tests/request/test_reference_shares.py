@@ -71,9 +71,6 @@ def test_a_step_has_a_reference_of_its_own():
     assert "reference peak" in str(profile)
 
 
-# -- several graphs of one function ------------------------------------------------------------------------------------
-
-
 def blocks(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*(block() for _ in range(count)), nn.Linear(64, 1))
 

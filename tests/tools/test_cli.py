@@ -83,8 +83,6 @@ def test_each_error_has_a_message_and_a_code(monkeypatch, error, code, text):
     assert run("--traceback", "fail").exception is error
 
 
-# -- explain -----------------------------------------------------------------------------------------------------------
-
 TRAINING = """
 import torch
 from torch import nn

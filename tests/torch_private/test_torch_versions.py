@@ -64,9 +64,6 @@ def compile_(function: Callable[..., Tensor], backend: str = "autoremat", **opti
     return torch.compile(function, backend=backend, options=options or None)
 
 
-# -- the same call in forward and backward -------------------------------------------------------------------------------
-
-
 class SineComputedAgain(torch.autograd.Function):
     """Row sums of sines, whose backward computes the sines again rather than save them."""
 
@@ -90,9 +87,6 @@ def test_what_a_model_computes_again_in_its_backward_is_not_saved():
     assert autoremat.reports()[-1].saved_bytes == x.nbytes
 
 
-# -- effects in checkpoint regions ---------------------------------------------------------------------------------------
-
-
 def region(x: Tensor, weight: Tensor) -> Tensor:
     return torch.tanh(torch.ops.versions.spoken(torch.tanh(x @ weight)) @ weight)
 
@@ -106,9 +100,6 @@ def test_an_effect_that_is_ordered_to_run_again_runs_once_and_says_so():
         found = gradients(checkpointed, x, weight)
     assert ran == ["spoken"]
     assert all(map(same_bits, found, expected))
-
-
-# -- collectives ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -152,9 +143,6 @@ def test_gathered_weights_are_gathered_as_often_as_planned(group, wait):
     assert autoremat.reports()[-1].recomputed_ops
 
 
-# -- inputs that are written to ------------------------------------------------------------------------------------------
-
-
 def overwritten(x: Tensor, weight: Tensor) -> Tensor:
     hidden = torch.tanh(torch.tanh(x)) @ weight
     x.mul_(0.5)
@@ -173,9 +161,6 @@ def test_what_an_input_held_before_it_is_written_to_reaches_the_backward():
     assert all(map(same_bits, *found))
 
 
-# -- streams -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not hasattr(torch.ops.streams, "record_event"), reason="this torch records no events in graphs")
 def test_graphs_with_streams_are_left_to_torch():
     def waiting(x: Tensor, weight: Tensor) -> Tensor:
@@ -187,9 +172,6 @@ def test_graphs_with_streams_are_left_to_torch():
     x = torch.randn(ROWS, SIZE, requires_grad=True)
     with pytest.raises(CaptureError, match="stream"):
         autoremat.explain(waiting, x, torch.randn(SIZE, SIZE), options=UNCOMPILED)
-
-
-# -- torch's own budgets -------------------------------------------------------------------------------------------------
 
 
 def chain(x: Tensor, weight: Tensor) -> Tensor:

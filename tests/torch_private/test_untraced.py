@@ -34,9 +34,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 1))
 
 
-# -- steps whose backward runs with Dynamo on ------------------------------------------------------------------------------
-
-
 def whole(compiled, model=None):
     model = model or net()
 

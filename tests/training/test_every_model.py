@@ -49,9 +49,6 @@ def test_assertions_about_sizes_stay_in_the_forward() -> None:
     assert autoremat.reports()[-1].recomputed_ops > 0
 
 
-# -- graphs that cannot be planned -------------------------------------------------------------------------------------
-
-
 def product(x: torch.Tensor) -> torch.Tensor:
     return x.sin() @ x.cos()
 

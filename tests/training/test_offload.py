@@ -45,8 +45,6 @@ def device() -> Iterator[None]:
         yield
 
 
-# -- a step that runs --------------------------------------------------------------------------------------------------
-
 MODEL, X = Kept(8, 64), torch.randn(4096, 64)
 
 
@@ -141,9 +139,6 @@ def test_masks_are_kept_as_bits_if_the_option_allows_it(device):
     with track_peak() as peak:
         compiled(X).backward()
     assert peak.bytes <= packed.peak_bytes <= least
-
-
-# -- what is said of it ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

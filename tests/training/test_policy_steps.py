@@ -142,9 +142,6 @@ def test_a_layer_saves_only_its_input(ruled):
     assert in_layers == {(f"layers.{i}", "aten.add.Tensor") for i in range(LAYERS)}  # the input of the next, or of the head
 
 
-# -- exactness ---------------------------------------------------------------------------------------------------------
-
-
 def outcome(model: nn.Module, compiled: Callable[..., object], batch: torch.Tensor) -> Outcome:
     return train_step(compiled, model, (batch,), seed=3)
 
@@ -164,9 +161,6 @@ def test_gradients_have_the_same_bits_with_dropout():
         assert not differences(outcome(model, compiled, batch), expected), policy
         assert seen.plan.recomputed
         assert not any(target == "aten.native_dropout.default" for _, target in seen.recomputed())
-
-
-# -- policies, orders and budgets together -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -217,9 +211,6 @@ def test_a_model_of_functions_has_layers_where_ops_repeat():
 def test_a_model_without_layers_says_so():
     with pytest.warns(ConstraintWarning, match=r"Full\(\) has no effect on a graph of . forward ops: it has no layers"):
         planned(nn.Linear(4, 4), torch.randn(3, 4), policy="full")
-
-
-# -- what else a request must do ---------------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):

@@ -34,9 +34,6 @@ def in_a_tuple(model: nn.Module) -> Callable[..., tuple[torch.Tensor]]:
     return lambda *inputs: (model(*inputs),)
 
 
-# -- "auto": recompute only when memory is short -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def device_with(monkeypatch) -> Callable[[int], None]:
     """Has the device of the step report so many free bytes."""
@@ -83,8 +80,6 @@ def test_auto_is_what_the_device_has_free():
     assert abs(autoremat.reports()[-1].budget_bytes - free) <= 1024 * MIB  # other processes allocate too
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
-
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
@@ -125,9 +120,6 @@ def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
     assert measured_step(compiled, model, (tokens,)) <= report.budget_bytes
 
 
-# -- CPU offload: activations wait in the memory of the host -----------------------------------------------------------
-
-
 def bytes_of_save_on_cpu(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
     """The bytes that ``torch.autograd.graph.save_on_cpu`` copies in an eager step: every saved tensor, but no parameter."""
     kept = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *inputs)}
@@ -164,9 +156,6 @@ def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget
     assert 0 == moved[1] < moved[0] < bytes_of_save_on_cpu(model, inputs)
 
 
-# -- distributed saved activations: each rank of a tensor-parallel group keeps a part of what all of them save ----------
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_distributed_saved_activations_keep_a_part_of_each_layers_input_on_each_rank(monkeypatch):
     monkeypatch.setattr(forms, "SETTINGS", replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=1024)))
@@ -187,9 +176,6 @@ def test_distributed_saved_activations_keep_a_part_of_each_layers_input_on_each_
     (total,) = parts.stored.totals
     assert total.device_bytes == total.bytes // 8
     assert parts.predicted_peak_bytes < whole.predicted_peak_bytes
-
-
-# -- what needs no preparation -----------------------------------------------------------------------------------------
 
 
 def test_inputs_of_frozen_layers_are_not_saved():

@@ -68,9 +68,6 @@ def priced(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> Pri
     return found
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
 def test_the_residual_stream_has_a_form_as_shards_where_the_option_allows_it(decoder):
     assert not [value for value in priced(decoder, tokens(), store=("device", "bits")).graph.values if value.forms]
     found = priced(decoder, tokens(), **SHARES, interconnect_bandwidth=1e6, interconnect_latency=0.5)
@@ -127,9 +124,6 @@ def test_what_does_not_divide_among_the_ranks_has_no_shards(decoder, batch):
     found = priced(Odd(), x, **SHARES)
     assert bool(found.gathering_ranks) == (batch == (3, 5))
     assert ("divides among them" in "".join(found.unused_forms)) == (batch == (1, 33))
-
-
-# -- steps of two ranks ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,6 @@ def reference(model: nn.Module):
     return torch.compile(model, backend=REFERENCE)
 
 
-# -- orders of the model that are not obeyed ---------------------------------------------------------------------------
-
-
 @torch.library.custom_op("autoremat_tests::shifted", mutates_args=())
 def shifted(x: torch.Tensor) -> torch.Tensor:
     return x + 1.0

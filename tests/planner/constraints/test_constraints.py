@@ -136,9 +136,6 @@ def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_res
     assert planner.search.smallest.peak_bytes <= ordered.candidate.plan.peak_bytes
 
 
-# -- what cannot be obeyed ---------------------------------------------------------------------------------------------
-
-
 def small() -> Graph:
     build = GraphBuilder()
     x = build.source(4)
@@ -176,9 +173,6 @@ def test_a_pattern_that_matches_nothing_warns_with_near_matches(option, pattern,
 def test_a_policy_without_effect_warns():
     with pytest.warns(ConstraintWarning, match="each of its 1 regions has only ops whose results others read"):
         Constraints(policy=Drawn([Region((2,))]), exact=True).apply(chain(6))
-
-
-# -- patterns ----------------------------------------------------------------------------------------------------------
 
 
 def test_patterns_match_paths_ops_and_names():

@@ -102,8 +102,6 @@ def test_the_core_of_attention_reaches_from_product_to_product():
     assert Forward(chain(4)).attention_cores == ()
 
 
-# -- policies over them ------------------------------------------------------------------------------------------------
-
 SIX = [f"layers.{i // 2}/Block" for i in range(12)]
 
 

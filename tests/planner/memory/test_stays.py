@@ -139,9 +139,6 @@ def test_simulator_and_check_refuse_exactly_the_stays_that_are_not_possible(data
             refuse(graph, schedule)
 
 
-# -- plans and their files ---------------------------------------------------------------------------------------------
-
-
 def test_a_budget_on_the_host_is_one_of_the_plan():
     plan = small_plan()
     assert replace(plan, host_budget_bytes=800).status is Status.OPTIMAL

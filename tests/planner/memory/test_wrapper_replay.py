@@ -151,9 +151,6 @@ def test_buffers_on_the_host_do_not_count_for_another_device():
     assert replay_peak(source, {}, lambda _: 0) == 920
 
 
-# -- copies to and from the host ---------------------------------------------------------------------------------------
-
-
 def test_a_copy_on_the_host_takes_no_memory_of_the_device_and_its_source_lives_to_the_wait():
     forward = lines_of(
         "buf0 = E(100); buf1 = torch.ops.autoremat.copy_to_host.default(buf0, 400); buf2 = E(10); "
@@ -179,9 +176,6 @@ def test_a_copy_from_the_host_is_memory_of_the_device_from_its_begin_and_its_sou
     sizes = {"buf0": 400, "buf2": 400}
     assert peak(backward, inputs={"kept": 400}, sizes=sizes) == 4 * 111
     assert peak(backward.replace("del buf2", ""), inputs={"kept": 400}, sizes=sizes) == 4 * 161
-
-
-# -- workspaces --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ def test_figures_of_a_plan():
     assert (plan.peak_bytes, plan.label) == (111, "label")
 
 
-# -- what a plan says of itself ----------------------------------------------------------------------------------------
-
-
 def diamond() -> Plan:
     """One phase; value 0 is freed and made again."""
     graph = Graph.from_dag([1.0] * 4, [8, 1, 4, 1], [(0, 1), (1, 2), (2, 3), (0, 3)], outputs=(1,))

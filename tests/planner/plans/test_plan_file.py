@@ -135,9 +135,6 @@ def test_a_field_that_this_version_does_not_know_is_named(plan, message, change)
         Plan.loads(changed(plan, change))
 
 
-# -- the option --------------------------------------------------------------------------------------------------------
-
-
 def test_the_option_takes_paths_and_plans(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     digests = {key_of(Options(plan=given)) for given in (tmp_path / "plan.json", str(tmp_path / "plan.json"), plan, [plan])}
@@ -156,9 +153,6 @@ def test_other_values_of_the_option_are_refused(tmp_path):
             Options(plan=value)
     with pytest.raises(PlanFileError):
         Options(plan=tmp_path / "nothing.json")
-
-
-# -- another graph -----------------------------------------------------------------------------------------------------
 
 
 def file_of(plan: Plan) -> plan_file.PlanFile:
@@ -198,9 +192,6 @@ def test_each_graph_takes_its_own_of_several_plans(plan):
     assert plan_file.fitted(files, other.graph)[1].schedule == other.schedule
     with pytest.raises(PlanFileError, match="none of 2 plans"):
         plan_file.fitted(files, chain(6, size=64))
-
-
-# -- through torch.compile ---------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
