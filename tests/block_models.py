@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 WIDTH, ROWS = 32, 96
 EAGER = {"compiler": "aot_eager"}
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def curved(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x).sin()
+
+
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    return x.square().mean()
 
 
 class Chain(nn.Module):
-    """Linear layers with an activation behind each, and the mean of squares."""
+    """Linear layers with an activation behind each, and a loss."""
 
-    def __init__(self, layers: int, width: int, bias: bool = True) -> None:
+    def __init__(
+        self, layers: int, width: int, bias: bool = True, activation: Function = curved, loss: Function = mean_square
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width, bias) for _ in range(layers))
+        self.activation, self.loss = activation, loss
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x)).sin()
-        return x.square().mean()
+            x = self.activation(layer(x))
+        return self.loss(x)
+
+
+class FeedForward(nn.Module):
+    """A norm and two products with a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Block(nn.Module):

@@ -14,6 +14,8 @@ from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.planner.plans.plan import Plan
+from autoremat.torch_private import inductor_lowering
+from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 
 @dataclass
@@ -54,9 +56,22 @@ def seen() -> Iterator[Seen]:
         yield found
 
 
+@contextlib.contextmanager
+def generated() -> Iterator[list[tuple[str, LoweredPeak]]]:
+    """Collects the code of each half that Inductor generates in the block, with its peak."""
+    found: list[tuple[str, LoweredPeak]] = []
+    original = inductor_lowering._lowered_peak
+
+    def keep(lowering: Any, source: str, known: Any) -> LoweredPeak:
+        found.append((source, original(lowering, source, known)))
+        return found[-1][1]
+
+    with mock.patch.object(inductor_lowering, "_lowered_peak", keep):
+        yield found
+
+
 def planned(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Seen, Callable[..., Any]]:
-    """The plans of ``function``, compiled for ``inputs`` and run once, and the compiled function; uncompiled graphs unless
-    ``options`` say otherwise."""
+    """The plans of ``function``, compiled for ``inputs`` and run once, and the compiled function; uncompiled by default."""
     torch._dynamo.reset()
     with seen() as found:
         compiled = torch.compile(function, backend="autoremat", options={"compiler": "aot_eager", **options})

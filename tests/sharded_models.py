@@ -1,4 +1,4 @@
-"""Models whose weights are sharded over the ranks of a group and gathered inside the compiled graph, as SimpleFSDP does it."""
+"""Models on several ranks: weights that the graph gathers, as SimpleFSDP does it, and a tensor-parallel decoder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from block_models import FeedForward
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import parametrize
 
 
@@ -45,3 +49,32 @@ def shard_weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Mo
         for name, _ in list(module.named_parameters(recurse=False)):
             parametrize.register_parametrization(module, name, Sharded(dtype), unsafe=True)
     return model
+
+
+TOKENS = 16
+"""Number of different tokens."""
+
+
+class Decoder(nn.Module):
+    """A decoder without attention. ``scale`` multiplies the embedded tokens."""
+
+    def __init__(self, layers: int, width: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.embed, self.head, self.scale = nn.Embedding(TOKENS, width), nn.Linear(width, TOKENS, bias=False), scale
+        self.layers = nn.ModuleList(FeedForward(width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def tensor_parallel_decoder(layers: int, width: int, scale: float = 1.0) -> Decoder:
+    """Returns a decoder that is split over all ranks of the default group."""
+    torch.manual_seed(0)
+    decoder, mesh = Decoder(layers, width, scale), init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(decoder, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
+    for layer in decoder.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return decoder

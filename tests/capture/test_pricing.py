@@ -1,4 +1,4 @@
-"""Cost models on captured graphs: which op is priced as what, and the three models through the backend."""
+"""Cost models on captured graphs: which op is priced as what, the three models through the backend, and kinds of devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from block_models import FeedForward
 from models import build
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.basics import disk_cache
+from autoremat.basics.errors import OptionsError, OptionWarning
+from autoremat.capture import capture as capturing
 from autoremat.capture import pricing
 from autoremat.capture.capture import Capture, capture
 from autoremat.measure import calibration
@@ -181,18 +184,9 @@ class OnXpu(torch.Tensor):
     device = torch.device("xpu")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def trained(cost_model: str, **options: object) -> tuple[torch.Tensor, autoremat.Report]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3)))
+    model = nn.Sequential(*(FeedForward(32) for _ in range(3)))
     x = torch.randn(256, 32)
     options = {"memory_budget": 0.7, "cost_model": cost_model, **options}
     torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)(x).backward()
@@ -251,3 +245,25 @@ def test_powers_are_multiplications_quotients_and_roots(exponent, rate):
     result = captured(lambda: torch.pow(x, exponent).sum())
     node = next(n for n, op in zip(result.op_nodes, result.graph.ops, strict=True) if "aten.pow" in op.target)
     assert [task.rate for task in arithmetic_of(node).tasks] == [rate]
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().sum()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="one of them may be here")
+@pytest.mark.parametrize("device", ["xpu:0", torch.device("mps")])
+def test_a_device_that_is_not_here_is_refused_before_anything_is_traced(device):
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(OptionsError, match=r"finds no such device here, only cpu\."):
+        autoremat.explain(loss, x, device=device, options={"compiler": "aot_eager", "cost_model": "roofline"})
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(OptionsError, match=r"finds no such device here, only cpu\."):
+        autoremat.device_budget("24GiB", model, torch.optim.SGD(model.parameters()), device=device)
+
+
+def test_a_device_of_an_unknown_kind_is_planned_for_with_one_warning(monkeypatch):
+    monkeypatch.setattr(capturing, "_unknown_kinds", set())
+    with pytest.warns(OptionWarning, match="xpu is planned as a middling CUDA card"):
+        capturing.device_rates(torch.device("xpu"), None)
+    capturing.device_rates(torch.device("xpu"), None)

@@ -1,4 +1,4 @@
-"""Which values a graph shows to be equal on all ranks of a group, and which ones it does not."""
+"""Which values a graph shows to be equal on all ranks of a group, and which graphs may communicate."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
+from autoremat.capture.communication import may_communicate
 from autoremat.capture.replication import fingerprint, replicated_nodes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -123,3 +127,29 @@ def test_which_of_two_sums_is_read_changes_the_hash():
         return lambda x: (reduced(x), reduced(x.sin()))[which].exp()
 
     assert hash_of(two(0)) != hash_of(two(1))
+
+
+def graphs(function: Callable[..., Tensor], *inputs: Tensor) -> list[fx.GraphModule]:
+    """The graphs that Dynamo captures of a call."""
+    torch._dynamo.reset()
+    found: list[fx.GraphModule] = []
+    torch.compile(function, backend=lambda gm, _: found.append(gm) or gm.forward)(*inputs)
+    return found
+
+
+def summed(x: Tensor) -> Tensor:
+    return collectives.all_reduce(x.sin(), "sum", torch.distributed.group.WORLD) * 2
+
+
+def test_a_graph_of_plain_ops_does_not_communicate():
+    assert [may_communicate(gm) for gm in graphs(lambda x: (x @ x).relu(), torch.ones(4, 4))] == [False]
+
+
+@pytest.mark.parametrize("function", [summed, lambda x: checkpoint(summed, x, use_reentrant=False)])
+def test_a_graph_with_a_collective_communicates_even_inside_of_a_region(function):
+    assert any(may_communicate(gm) for gm in graphs(function, torch.ones(4, 4, requires_grad=True)))
+
+
+def test_a_graph_with_distributed_tensors_communicates():
+    sharded = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert any(may_communicate(gm) for gm in graphs(lambda x: x * x, sharded))

@@ -1,8 +1,9 @@
-"""What is said of functions that Dynamo breaks or leaves alone, of which the backend hears little or nothing."""
+"""What is said of functions that Dynamo breaks or leaves alone, and of budgets that reach no graph with a backward."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import warnings
 import weakref
@@ -10,12 +11,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import autoremat
-from autoremat.basics.errors import BudgetWarning, CaptureError, StepProfileError
-from autoremat.compiler import breaks
+from autoremat.basics.errors import BudgetWarning, CaptureError, OptionWarning, StepProfileError
+from autoremat.compiler import absent_backward, breaks
 from autoremat.report import registry
-from autoremat.torch_private import frames
+from autoremat.torch_private import dynamo, frames
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's look at inputs
 
@@ -23,9 +25,10 @@ OPTIONS = {"compiler": "aot_eager"}
 REASON = r"Dynamo broke graphs(.|\n)*Dynamo does not support RNN, GRU, or LSTM. Set .*allow_rnn=True"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nothing_yet(monkeypatch):
     """As in a new process."""
+    monkeypatch.setattr(absent_backward, "_trained", WeakTensorKeyDictionary())
     monkeypatch.setattr(registry, "_reports", [])
     monkeypatch.setattr(registry, "_graphs_seen", 0)
     monkeypatch.setattr(breaks, "_told", weakref.WeakKeyDictionary())
@@ -53,7 +56,7 @@ def left_whole() -> bool:
     return not graphs
 
 
-def test_reports_are_a_list_that_says_why_it_is_empty(nothing_yet):
+def test_reports_are_a_list_that_says_why_it_is_empty():
     found = autoremat.reports()
     assert found == []
     assert isinstance(found, list)
@@ -63,7 +66,7 @@ def test_reports_are_a_list_that_says_why_it_is_empty(nothing_yet):
     assert found[1:] == []
 
 
-def test_an_rnn_that_dynamo_leaves_alone_is_told_of_once(left_whole, nothing_yet):
+def test_an_rnn_that_dynamo_leaves_alone_is_told_of_once(left_whole):
     loss, x = with_lstm()
     compiled = torch.compile(loss, backend="autoremat", options={**OPTIONS, "memory_budget": "1GiB"})
     with warnings.catch_warnings(record=True) as caught:
@@ -125,7 +128,7 @@ def test_reports_say_that_code_between_graphs_is_not_counted():
     assert autoremat.explain(nn.Linear(8, 1), x, options=OPTIONS).notes == ()
 
 
-def test_a_transform_of_torch_func_around_a_compiled_function_is_told_of_once(nothing_yet):
+def test_a_transform_of_torch_func_around_a_compiled_function_is_told_of_once():
     weight, x = torch.randn(8, 8), torch.randn(4, 8)
     options = {**OPTIONS, "memory_budget": 0.5}
     compiled = torch.compile(lambda weight, x: (x @ weight).square().mean(), backend="autoremat", options=options)
@@ -139,3 +142,83 @@ def test_a_transform_of_torch_func_around_a_compiled_function_is_told_of_once(no
     assert "inside of a transform of torch.func, as in torch.func.grad(compiled)" in line
     with pytest.raises(IndexError, match=r"handed no graph(.|\n)*inside of a transform of torch\.func"):
         autoremat.reports()[-1]
+
+
+BUDGET = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": "1MiB"}
+WEIGHT, X = torch.randn(8, 8), torch.randn(4, 8)
+
+
+def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ weight).square().mean()
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="autoremat", options=BUDGET | options)
+
+
+@pytest.mark.parametrize("function", [torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss), (None, 0))])
+def test_gradients_by_torch_func_are_told_of(function):
+    with pytest.warns(OptionWarning, match=r"no effect on the graph at .*: it computes gradients itself, by torch\.func\.grad"):
+        compiled(function)(WEIGHT, X)
+
+
+def test_a_function_that_requires_no_gradient_is_told_of():
+    with pytest.warns(OptionWarning, match=r"it has no backward, because no parameter or input requires a gradient"):
+        compiled(loss)(WEIGHT, X)
+
+
+def test_a_model_that_trains_does_not_silence_another_of_the_same_code():
+    def model(width):
+        return nn.Sequential(nn.Linear(8, width), nn.Linear(width, 1))
+
+    function = compiled(model(8))
+    function(X).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OptionWarning)
+        function.requires_grad_(False)
+        function(X)
+    with pytest.warns(OptionWarning, match="has no backward"):
+        compiled(model(4).requires_grad_(False))(X)  # other sizes: Dynamo asks for a graph of its own
+    assert len(absent_backward._trained) == 4
+    del function
+    gc.collect()
+    torch.compiler.reset()
+    gc.collect()
+    assert len(absent_backward._trained) == 0
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    x = x.sin()
+    torch._dynamo.graph_break()
+    return (x @ BROKEN).sum()
+
+
+BROKEN = torch.randn(8, 8, requires_grad=True)
+
+
+@pytest.mark.filterwarnings("error::autoremat.basics.errors.OptionWarning")
+def test_evaluation_and_parts_of_functions_are_not_told_of():
+    model = nn.Linear(8, 1)
+    function = compiled(lambda x: model(x).mean())
+    with torch.no_grad():
+        function(X)
+    function(X)
+    model.requires_grad_(False)
+    function(X)  # another graph of a function that trains
+    compiled(broken)(X)
+    torch.compile(loss, backend="autoremat", options={"compiler": "aot_eager"})(WEIGHT, X)
+    torch.compiler.reset()
+    autoremat.configure(memory_budget="1MiB")
+    torch.compile(nn.Linear(8, 1).requires_grad_(False), backend="autoremat", options={"compiler": "aot_eager"})(X)
+
+
+def test_gradients_of_torch_autograd_within_a_graph_are_known():
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss(BROKEN, x), BROKEN)[0]
+
+    found = []
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        pytest.skip("this torch breaks the graph there")
+    with torch._dynamo.config.patch(trace_autograd_ops=True), warnings.catch_warnings():
+        torch.compile(penalty, backend=lambda gm, _: found.append(gm) or gm)(X)
+    assert [dynamo.computes_gradients(gm) for gm in found] == [True]

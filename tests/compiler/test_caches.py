@@ -1,7 +1,4 @@
-"""Torch's caches and ours together: no stale plan, and the right report also where torch's caches answer.
-
-Each compilation runs in a process of its own, with the cache folders that the test gives it.
-"""
+"""Torch's caches and ours together: no stale plan, and the right report; each compilation runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code for CUDA where there is none: what the compilation changes of the code generator, and what it makes of the result."""
+"""Code for CUDA where there is none: what changes of the code generator, what is made of its result, and how it counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import OptionWarning, explain
 from autoremat.capture.kernel_shapes import product_type
-from autoremat.compiler import compile_loop
+from autoremat.compiler import compile_loop, counting
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
@@ -19,8 +19,10 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.cost import TF32
 from autoremat.planner.graph.op import Kind
+from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.request.request import Request
-from autoremat.torch_private import compilers, inductor_lowering, kernel_settings, names
+from autoremat.torch_private import allocator, compilers, inductor_lowering, kernel_settings, names
+from autoremat.torch_private.names import MINOR
 from autoremat.workspaces.formulas import SMALL
 
 
@@ -137,3 +139,31 @@ def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed
         options={"cost_model": "roofline"},
     )
     assert ("the peak of the code is an estimate" in " ".join(report.notes)) is not replayed
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(("text", "rest"), [("", MIB), ("expandable_segments: True", 0)])
+def test_rests_of_blocks_count_unless_segments_expand(monkeypatch, text, rest):
+    monkeypatch.setattr(counting, "settings_of_process", lambda: text)
+    assert counting.code_unsplit_bytes({False: HalfAllocations(((0, 11 * MIB),))}, []) == rest
+
+
+def test_settings_without_a_rule_are_noted(monkeypatch):
+    monkeypatch.setattr(counting, "settings_of_process", lambda: "max_split_size_mb:64")
+    assert "without max_split_size_mb" in counting.note_on_settings("cuda")
+    assert not counting.note_on_settings("cpu")
+
+
+def test_the_settings_are_those_of_the_environment(monkeypatch):
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert allocator.settings_of_process() == "max_split_size_mb:64"
+
+
+@pytest.mark.skipif(MINOR < 12, reason="this torch does not tell the settings")
+def test_settings_of_the_process_come_first(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "expandable_segments:True", raising=False)
+    assert allocator.settings_of_process() == "expandable_segments:True"

@@ -1,19 +1,35 @@
-"""The backend through `torch.compile`: what is obeyed, what is left alone, what is refused, what is reported."""
+"""The backend through `torch.compile`: what is obeyed, left alone, refused, logged and reported, and its options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
+from block_models import Chain
+from folders import ROOT
+from random_modules import RandomModule, fresh_inputs
+from strategies import STEPS, Program, Step
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat import Report
-from autoremat.compiler import rewriting
+from autoremat import BudgetInfeasible, BudgetWarning, OptionsError, OptionWarning, Report
+from autoremat.basics.errors import find_cause
+from autoremat.compiler import dynamo_backend, planning, rewriting
+from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
@@ -22,15 +38,8 @@ LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_eff
 UNBOUNDED = {"memory_budget": None, "compiler": "aot_eager"}
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.square().mean()
+def Mlp() -> nn.Module:
+    return Chain(3, 64, activation=torch.relu)
 
 
 @pytest.fixture
@@ -140,3 +149,196 @@ def test_that_dynamo_traces_a_function_again_is_no_failure(count, monkeypatch):
 
     torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend=backend)(torch.randn(4, 8))
     assert len(raised) == 1
+
+
+GENEROUS, MORE, MOST = 10 * 2**20, 20 * 2**20, 30 * 2**20
+
+
+def failure(**options: object) -> BaseException:
+    """What the backend raised, as `torch.compile` hands it on."""
+    with pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(Mlp(), backend="autoremat", options={"compiler": "aot_eager", **options})(torch.randn(8, 64))
+    return caught.value.inner_exception
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": "6 pounds"}, {"max_autotun": True}, {"custom_partitioner_fn": None}])
+def test_bad_options_are_refused_when_the_model_is_first_called(options):
+    error = failure(**options)
+    assert isinstance(error, OptionsError)
+    assert next(iter(options)) in str(error)
+
+
+def test_an_infeasible_budget_says_what_is_possible():
+    error = failure(memory_budget=1000)
+    assert isinstance(error, BudgetInfeasible)
+    assert error.budget_bytes == 1000
+    assert 1000 < error.lower_bound_bytes <= error.minimum_bytes
+    assert error.occupants
+    assert "block_models.py" in str(error)  # where the occupants come from
+    assert pickle.loads(pickle.dumps(error)).minimum_bytes == error.minimum_bytes
+
+
+def test_the_minimum_named_by_the_error_is_feasible():
+    minimum = failure(memory_budget=1000).minimum_bytes
+    compile_(Mlp(), {"compiler": "aot_eager", "memory_budget": minimum})(torch.randn(8, 64)).backward()
+    assert autoremat.reports()[-1].fits
+    torch._dynamo.reset()
+    assert isinstance(failure(memory_budget=minimum - 1), BudgetInfeasible)
+
+
+def test_best_effort_warns_and_runs():
+    model = Mlp()
+    with pytest.warns(BudgetWarning, match="over its budget of 1 B: nothing smaller"):
+        compile_(model, LEAST)(torch.randn(8, 64)).backward()
+    report = autoremat.reports()[-1]
+    assert not report.fits
+    assert report.predicted_peak_bytes == report.minimum_peak_bytes
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def budget_used(**options: object) -> int | None:
+    torch._dynamo.reset()
+    arguments = {"options": options} if options else {}
+    torch.compile(Mlp(), backend="autoremat", **arguments)(torch.randn(8, 64)).backward()
+    return autoremat.reports()[-1].budget_bytes
+
+
+@pytest.mark.slow
+def test_options_win_over_configure_and_configure_over_the_environment(monkeypatch):
+    autoremat.configure(compiler="aot_eager")
+    assert budget_used() is None
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "10MiB")
+    assert budget_used() == GENEROUS
+    with pytest.warns(OptionWarning, match=r"configure\(memory_budget=...\) comes too late"):
+        autoremat.configure(memory_budget="20MiB")
+    assert budget_used() == MORE
+    assert budget_used(memory_budget="30MiB") == MOST
+    assert budget_used(memory_budget=None) is None
+    autoremat.configure(memory_budget=None)  # after a reset of torch
+    assert budget_used() is None
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_a_share_is_of_the_peak_without_recomputation(share):
+    compile_(Mlp(), {**LEAST, "memory_budget": share})(torch.randn(256, 64)).backward()
+    report = autoremat.reports()[-1]
+    assert report.budget_bytes == int(share * report.baseline_peak_bytes)
+    assert report.fits
+
+
+NOWHERE = (None, "/nowhere/c++")
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().sum()
+
+
+def step(**options) -> None:
+    compiled = torch.compile(loss, backend="autoremat", options={"memory_budget": 1.0, **options})
+    compiled(torch.randn(64, requires_grad=True)).backward()
+
+
+@pytest.fixture(params=["setting", "option"])
+def options(request) -> Iterator[dict[str, object]]:
+    """Options of a step whose compiler is nowhere."""
+    with config.patch({"cpp.cxx": NOWHERE} if request.param == "setting" else {}):
+        yield {} if request.param == "setting" else {"cpp.cxx": NOWHERE}
+
+
+def test_the_error_comes_before_a_plan(options, monkeypatch):
+    monkeypatch.setattr(dynamo_backend, "_compile_whole", lambda *_: pytest.fail("it is too late for this error"))
+    with pytest.raises(Exception, match=r"No working C\+\+ compiler found") as caught:
+        step(**options)
+    assert find_cause(caught.value, InvalidCxxCompiler)
+    assert not find_cause(caught.value, autoremat.AutorematError)
+
+
+@config.patch({"cpp.cxx": NOWHERE})
+def test_uncompiled_graphs_need_none():
+    step(compiler="aot_eager")
+
+
+def random_program(seed: int, length: int = 10) -> Program:
+    """A program whose statements read the newest tensor more often than not."""
+    draw, steps = random.Random(seed), []
+    for number in range(length):
+        first, second = (number + 2 if draw.random() < 0.6 else draw.randrange(number + 3) for _ in range(2))
+        steps.append(Step(draw.choice(STEPS), first, second, draw.randrange(3)))
+    return Program(tuple(steps))
+
+
+def explained(seed: int, budget: int, lower: bool = True) -> autoremat.Report:
+    """The report of a random program under Inductor with its code, which is not compiled."""
+    torch.manual_seed(seed)
+    model = RandomModule(random_program(seed))
+    options = {"memory_budget": budget, "cost_model": "roofline"}
+    return autoremat.explain(lambda *inputs: model(*inputs)[0], *fresh_inputs(), options=options, lower=lower)
+
+
+def named_minimum(seed: int, budget: int, lower: bool = True) -> BudgetInfeasible:
+    with pytest.raises(BudgetInfeasible) as raised:
+        explained(seed, budget, lower)
+    return raised.value
+
+
+@pytest.mark.slow
+def test_the_minimum_that_an_error_names_suffices():
+    error = named_minimum(0, 1)
+    assert not error.is_simulated
+    assert explained(0, error.minimum_bytes).compiled_peak_bytes <= error.minimum_bytes
+
+
+def test_a_minimum_without_code_is_said_to_be_simulated(monkeypatch):
+    monkeypatch.setattr(planning, "QUICK_OPS", 0)
+    assert named_minimum(0, 1, lower=False).is_simulated
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+options = {"memory_budget": 0.9, "compiler": "aot_eager", "on_infeasible": "best_effort"}
+torch.compile(model, backend="autoremat", options=options)(torch.randn(64, 8)).sum().backward()
+"""
+
+
+def test_one_line_per_graph_at_info(caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    with caplog.at_level(logging.INFO, logger="autoremat"):
+        compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager"})
+        compiled(torch.randn(64, 8)).sum().backward()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "autoremat"]
+    assert line == autoremat.reports()[-1].summary()
+    for word in ("no budget", "peak", "->", "recomputation", "optimum", "planned in"):
+        assert word in line
+
+
+def run(**environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+@pytest.mark.slow
+def test_torch_switches_it_on_and_traces_the_report(tmp_path):
+    done = run(TORCH_LOGS="+autoremat", TORCH_TRACE=str(tmp_path))
+    lines = [line for line in done.stderr.splitlines() if "budget" in line and "peak" in line]
+    assert len([line for line in lines if " INFO" in line or line.startswith("I")]) == 1, done.stderr
+    (trace,) = tmp_path.glob("*.log")
+    text = trace.read_text().splitlines()
+    marks = [number for number, line in enumerate(text) if '"autoremat_report"' in line]
+    assert len(marks) == 1
+    payload = []
+    for line in text[marks[0] + 1 :]:
+        if not line.startswith("\t"):
+            break
+        payload.append(line[1:])
+    report = autoremat.Report.from_json("\n".join(payload))
+    assert report.predicted_peak_bytes > 0
+    assert json.loads(text[marks[0]].split("] ", 1)[1])["artifact"]["encoding"] == "json"

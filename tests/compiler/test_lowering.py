@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import trained_steps
+from captured import generated
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trained_steps import LEAST, assert_close, gradients, trained
@@ -197,24 +198,18 @@ def test_gradients_are_added_at_their_places_where_a_kernel_reads_two_layouts():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_workspace_belongs_to_the_node_and_not_to_the_nearest_size(monkeypatch):
-    halves, original = [], inductor_lowering._lowered_peak
-
-    def keep(*arguments: object) -> inductor_lowering.LoweredPeak:
-        halves.append(original(*arguments))
-        return halves[-1]
-
-    monkeypatch.setattr(inductor_lowering, "_lowered_peak", keep)
+def test_a_workspace_belongs_to_the_node_and_not_to_the_nearest_size():
     weight = nn.Parameter(torch.randn(64, 64))
 
     def function(wide: Tensor, narrow: Tensor, other: Tensor) -> Tensor:
         found = [rows.kthvalue(3).values for rows in (wide, narrow, other)]
         return (torch.cat(found)[:64] @ weight).sum()
 
-    compiled(function, None)(torch.randn(64, 4096), torch.randn(64, 16), torch.randn(65, 1024)).backward()
+    with generated() as halves:
+        compiled(function, None)(torch.randn(64, 4096), torch.randn(64, 16), torch.randn(65, 1024)).backward()
     graph = autoremat.reports()[-1].plan.graph
     wanted = [op.workspace_bytes for op in graph.ops if op.target == "aten.kthvalue.default"]
     assert len(set(wanted)) == 3
-    events = halves[0].allocations.events
+    events = halves[0][1].allocations.events
     freed_at_once = [size for (number, size), after in itertools.pairwise(events) if after == (number, FREED)]
     assert [size for size in freed_at_once if size in wanted] == wanted

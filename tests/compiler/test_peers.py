@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -15,13 +17,46 @@ from unittest import mock
 import pytest
 import torch
 from processes import run_ranks, values
-from rank_step import EAGER, SHARE, blocks, step
+from torch import nn
 
 import autoremat
-from autoremat.compiler import compile_loop, joint_graph, peers, records
+from autoremat.agreement.session import Session
+from autoremat.basics.errors import find_cause
+from autoremat.compiler import compile_loop, dynamo_backend, joint_graph, peers, records
 from autoremat.compiler.lowering import Lowered
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.torch_private import compilers
+
+EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline"}
+SHARE = EAGER | {"memory_budget": 0.6}
+
+
+def blocks(width: int, depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)])
+
+
+def step(options: dict[str, Any], width: int = 64, depth: int = 6, rows: int = 256) -> dict[str, Any]:
+    """The plan and the figures of a step, with the rounds of its agreement, or its error. Its graph counts as communicating."""
+    torch._dynamo.reset()
+    model = blocks(width, depth)
+    compiled = torch.compile(model, backend="autoremat", options=options)
+    begin, rounds, true = time.monotonic(), [], Session.round
+    noting = mock.patch.object(Session, "round", lambda self, topic, *given: rounds.append(topic) or true(self, topic, *given))
+    try:
+        with noting, mock.patch.object(dynamo_backend, "may_communicate", return_value=True):
+            compiled(torch.randn(rows, width)).square().mean().backward()
+    except Exception as error:
+        cause = find_cause(error, autoremat.AutorematError) or error
+        return {"error": type(cause).__name__, "text": str(cause), "rank": getattr(cause, "rank", None)}
+    report = autoremat.reports()[-1]
+    return {
+        "schedule": report.plan.schedule, "budget": report.budget_bytes,
+        "added": (report.recompute_seconds, report.step_seconds), "peak": report.peak_bytes,
+        "seconds": time.monotonic() - begin, "rounds": rounds, "replans": report.replans,
+        "gradients": [p.grad for p in model.parameters()],
+    }  # fmt: skip
+
 
 pytestmark = pytest.mark.slow  # each rank is a process
 
@@ -260,3 +295,21 @@ def test_ranks_gather_together_if_all_of_them_have_the_graph_and_compute_alike(r
     rows = enumerate(zip(replications, ranks, strict=True))
     parts = {rank: {"graph": "graph", "replication": own, "gathers": over} for rank, (own, over) in rows}
     assert peers._by_graph(parts) == {"graph": {"ranks": [0, 1, 2, 3], "gathers": expected}}
+
+
+def imported_and_used(rank: int) -> list[bool]:
+    """Whether threads and the hook for errors are as before, after the import and after a step."""
+
+    def present() -> tuple[object, set[str]]:
+        return sys.excepthook, {one.name for one in threading.enumerate() if one.name.startswith("autoremat")}
+
+    before = present()
+    torch._dynamo.lookup_backend("autoremat")
+    imported = present()
+    step(EAGER | {"memory_budget": 10**9, "progress": False})
+    return [imported == before, present() == before]
+
+
+@pytest.mark.slow  # each rank is a process
+def test_neither_import_nor_step_starts_a_thread_or_replaces_a_hook():
+    assert values(run_ranks(imported_and_used, 2)) == [[True, True]] * 2

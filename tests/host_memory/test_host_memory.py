@@ -31,17 +31,12 @@ def loaded(host: Tensor) -> Tensor:
 
 
 LAYOUTS = {
-    "contiguous": lambda: torch.randn(3, 4, 5),
-    "transposed": lambda: torch.randn(3, 4, 5).transpose(0, 2),
+    "contiguous": lambda: torch.randn(3, 4, 5), "transposed": lambda: torch.randn(3, 4, 5).transpose(0, 2),
     "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-    "a slice": lambda: torch.randn(8, 6)[2:5, 1:4],
-    "expanded": lambda: torch.randn(4, 1).expand(4, 6),
-    "a scalar": lambda: torch.tensor(2.5),
-    "empty": lambda: torch.empty(0, 3),
-    "booleans": lambda: torch.rand(5, 3) > 0.5,
-    "halves": lambda: torch.randn(5, 3).bfloat16(),
-    "complex": lambda: torch.randn(4, dtype=torch.complex64),
-}
+    "a slice": lambda: torch.randn(8, 6)[2:5, 1:4], "expanded": lambda: torch.randn(4, 1).expand(4, 6),
+    "a scalar": lambda: torch.tensor(2.5), "empty": lambda: torch.empty(0, 3), "booleans": lambda: torch.rand(5, 3) > 0.5,
+    "halves": lambda: torch.randn(5, 3).bfloat16(), "complex": lambda: torch.randn(4, dtype=torch.complex64),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -345,15 +345,11 @@ def test_ranks_with_sharded_blocks_share_one_profile():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"blocks": []}, "is empty"),
-        ({"blocks": [nn.Linear(2, 2), "layer"]}, "has a str"),
-        ({"variants": 0}, "variants=0"),
-        ({"options": {"memory_budget": 1}}, "argument of its own"),
-        ({"options": {"in_flight": 2}}, "in_flight"),
-        ({"loss": torch.sum}, "step="),
-        ({"step": lambda: None, "options": {"accumulate": True}}, "accumulate"),
+        ({"blocks": []}, "is empty"), ({"blocks": [nn.Linear(2, 2), "layer"]}, "has a str"), ({"variants": 0}, "variants=0"),
+        ({"options": {"memory_budget": 1}}, "argument of its own"), ({"options": {"in_flight": 2}}, "in_flight"),
+        ({"loss": torch.sum}, "step="), ({"step": lambda: None, "options": {"accumulate": True}}, "accumulate"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_are_not_accepted(arguments, match):
     with pytest.raises(OptionsError, match=match):
         autoremat.compile_blocks(**{"blocks": nn.Sequential(nn.Linear(2, 2)), **arguments})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import models
 import pytest
 import torch
+from captured import generated
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.planner.cost.devices import UNKNOWN_GPU
-from autoremat.torch_private import inductor_lowering, named_card
+from autoremat.torch_private import named_card
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here"),
@@ -37,19 +38,6 @@ def step(size: int = 512) -> tuple[nn.Module, torch.Tensor]:
     return Block(), torch.randn(size, 64)
 
 
-def kept_sources(monkeypatch) -> list[str]:
-    """Returns a list that receives the code of each half."""
-    found: list[str] = []
-    original = inductor_lowering._lowered_peak
-
-    def keep(lowering, source, known):
-        found.append(source)
-        return original(lowering, source, known)
-
-    monkeypatch.setattr(inductor_lowering, "_lowered_peak", keep)
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("last", [(), ("image",), ("weight",)])
 def test_convolutions_have_the_memory_format_of_cudnn(last, dtype):
@@ -67,7 +55,7 @@ def test_convolutions_have_the_memory_format_of_cudnn(last, dtype):
 
 
 @pytest.mark.slow
-def test_the_code_is_of_the_card_and_nothing_stays_changed(monkeypatch):
+def test_the_code_is_of_the_card_and_nothing_stays_changed():
     from torch._dynamo import device_interface
     from torch._inductor import scheduler
     from torch._inductor.runtime.hints import DeviceProperties
@@ -77,15 +65,15 @@ def test_the_code_is_of_the_card_and_nothing_stays_changed(monkeypatch):
         properties = vars(DeviceProperties)["create"]
         return [*functions, device_interface.get_interface_for_device("cuda"), scheduler.has_triton, properties]
 
-    before, sources = answers(), kept_sources(monkeypatch)
-    model, x = step()
-    report = autoremat.explain(model, x, device=CARD, lower=True)
+    before, (model, x) = answers(), step()
+    with generated() as halves:
+        report = autoremat.explain(model, x, device=CARD, lower=True)
     assert answers() == before
     assert not torch.cuda.is_available()
     assert report.compiled_peak_bytes is not None
     assert 0.5 <= report.compiled_peak_bytes / report.predicted_peak_bytes <= 1.1
-    assert len(sources) == 2
-    for source in sources:
+    assert len(halves) == 2
+    for source, _ in halves:
         assert "async_compile.triton(" in source
         assert "major=9" in source
         assert "= empty_strided_cpu(" not in source

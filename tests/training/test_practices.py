@@ -12,7 +12,7 @@ import torch.distributed as dist
 from captured import planned
 from models import build
 from oracles import measured_step
-from tensor_parallel_models import TOKENS, tensor_parallel_decoder
+from sharded_models import TOKENS, tensor_parallel_decoder
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint

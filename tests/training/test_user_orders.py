@@ -1,4 +1,4 @@
-"""Orders of users that torch's own partitioner loses: checkpoint regions, repeated passes, writes, ops with several results."""
+"""Orders of users: checkpoint regions, repeated passes, writes, ops with several results, and names of tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from captured import planned
+from models import Named
 from oracles import differences, measured_step, train_step
 from torch import nn
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import autoremat
 from autoremat.basics.errors import ConstraintWarning
 
 REFERENCE = "aot_eager_default_partitioner"
@@ -169,3 +171,25 @@ def test_what_a_checkpoint_region_orders_in_vain_is_named(kind, demanded, reason
 def test_what_nearly_every_checkpointed_model_holds_is_no_warning(kind):
     seen, _ = planned(checkpointed_step(kind, False), torch.randn(64, 32, requires_grad=True))
     assert "aten.cos.default" in [target for _, target in seen.recomputed()]
+
+
+def test_named_tensors_take_orders():
+    x = torch.randn(4, 8)
+    seen, _ = planned(Named(), x, save=["qkv"], recompute=["hidden"])
+    assert seen.recomputed() == [("", "aten.gelu.default")]
+    assert ("qkv", "aten.addmm.default") in seen.saved()
+    seen, _ = planned(Named(), x, recompute=["qkv", "hid*"])
+    assert ("qkv", "aten.addmm.default") in seen.recomputed()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_name_changes_nothing_elsewhere(backend):
+    model, x = Named(), torch.randn(4, 8)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(x).backward()
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+    y = torch.randn(2, 2, requires_grad=True)
+    assert autoremat.name(y, "y").grad_fn is None
