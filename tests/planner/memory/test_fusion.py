@@ -28,14 +28,11 @@ def nodes_of(function: Callable[..., object], *inputs: Tensor) -> dict[str, fx.N
 @pytest.mark.parametrize(
     ("device", "name", "expected"),
     [
-        ("cpu", "exp", Inlining.ONCE),
-        ("cpu", "sigmoid", Inlining.ONCE),
-        ("cpu", "erf", Inlining.CHEAP),
-        ("cuda", "exp", Inlining.CHEAP),
-        ("cpu", "inductor_random", Inlining.NEVER),
+        ("cpu", "exp", Inlining.ONCE), ("cpu", "sigmoid", Inlining.ONCE), ("cpu", "erf", Inlining.CHEAP),
+        ("cuda", "exp", Inlining.CHEAP), ("cpu", "inductor_random", Inlining.NEVER),
         ("cuda", "inductor_random", Inlining.NEVER),
     ],
-)
+)  # fmt: skip
 def test_where_results_are_inlined(device, name, expected):
     def function(x: Tensor) -> tuple[Tensor, ...]:
         seed = torch.ops.prims.inductor_seed(x.device)
