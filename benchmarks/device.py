@@ -38,7 +38,7 @@ from autoremat.report.report import Report
 
 sys.path.insert(0, str(ROOT / "tests"))
 import models  # noqa: E402
-from eight_bit import EightBitAdam  # noqa: E402
+from measured_optimizers import EightBitAdam  # noqa: E402
 
 SHARE = 0.15
 """Memory of the device, from the least that fits to the need without recomputation."""

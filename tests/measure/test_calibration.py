@@ -1,20 +1,23 @@
-"""Calibration with a timer of our own: what is run, and what is kept. No test asserts on real seconds."""
+"""Calibration, timers and calls by themselves, with clocks of our own. No test asserts on real seconds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import fx
 
 from autoremat.basics import disk_cache
 from autoremat.cli import main
-from autoremat.measure import calibration
+from autoremat.measure import calibration, signatures
 from autoremat.measure.microbenchmarks import FUSED, ROW, Place, Recipe, recipes
+from autoremat.measure.timer import MAX_RUNS, Stopwatch, outside_of_modes
 from autoremat.planner.cost import Curve, Rate, Rates, cpu_device, curve_name
 
 CPU = torch.device("cpu")
@@ -150,3 +153,89 @@ def test_the_arithmetic_of_a_card_has_no_memory_traffic_in_it():
     assert curves[names[Rate.RANDOM]].seconds(1e6) == pytest.approx(5e-5 - 2e-6 - 8e-6)
     assert curves[names[Rate.CHEAP]].seconds(1e6) == pytest.approx(9e-6 - 2e-6 - 8e-6 / FUSED[Rate.CHEAP].times)
     assert on_cpu[names[Rate.CHEAP]].seconds(1e6) == pytest.approx(7e-6)
+
+
+def nodes_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[fx.Node]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def test_equal_calls_have_equal_signatures_and_others_do_not():
+    x, y = torch.randn(4, 4), torch.randn(4, 8)
+
+    def function(x, y):
+        return torch.mm(x, x), torch.mm(x, x), torch.mm(x.t(), x), torch.mm(x, y), torch.cumsum(x, 0), torch.cumsum(x, 1)
+
+    names = [signatures.signature(n) for n in nodes_of(function, x, y) if "aten.t." not in str(n.target)]
+    assert names[0] == names[1]
+    assert len(set(names)) == 5
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x: torch.mm(x.expand(4, 4), x.expand(4, 4)), (torch.randn(1, 4),)),
+        (lambda x, i: torch.ops.aten.index_put(x, [i], x[:2], True), (torch.randn(5, 3), torch.tensor([4, 1]))),
+        (lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 9, -1, False), (torch.randn(2, 3), torch.tensor([8, 1]))),
+        (lambda x: torch.sort(x)[0], (torch.randn(4, 4, dtype=torch.bfloat16),)),
+        (lambda x: torch.empty(0, 3) @ x, (torch.randn(3, 2),)),
+    ],
+)
+def test_ops_run_by_themselves_on_tensors_of_their_own_shapes(function, inputs):
+    node = nodes_of(function, *inputs)[-1]
+    node = node.args[0] if "getitem" in str(node.target) else node
+    args, kwargs = torch.utils._pytree.tree_map(signatures.real, signatures.arguments(node))
+    result, traced = node.target(*args, **kwargs), node.meta["val"]
+    pairs = zip(result, traced, strict=True) if isinstance(result, tuple) else [(result, traced)]
+    assert all((made.shape, made.stride(), made.dtype) == (fake.shape, fake.stride(), fake.dtype) for made, fake in pairs)
+
+
+@dataclass
+class Clock:
+    """Time that passes only when told to."""
+
+    time: float = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@pytest.mark.parametrize("cost", [1e-5, 1e-3, 1.0])
+def test_a_stopwatch_takes_the_least_of_samples_long_enough_to_read(cost):
+    clock, runs = Clock(), []
+
+    def run() -> None:
+        runs.append(clock.time)
+        in_first_sample = len(runs) <= 2 + max(1, round(1e-3 / cost))
+        clock.time += cost if in_first_sample else 1.5 * cost  # most samples are slower than the first
+
+    watch = Stopwatch(lambda: None, clock.now)
+    assert watch.seconds(run) == pytest.approx(cost)
+    per_sample = (len(runs) - 2) / watch.samples
+    assert 1 <= per_sample <= MAX_RUNS
+    assert per_sample * cost >= min(watch.sample_seconds, MAX_RUNS * cost) * (1 - 1e-9)
+
+
+def test_a_stopwatch_waits_for_the_device():
+    clock, waits = Clock(), []
+
+    def wait() -> None:
+        waits.append(clock.time)
+        clock.time += 2.0
+
+    assert Stopwatch(wait, clock.now, samples=3).seconds(lambda: None) == pytest.approx(2.0)
+    assert len(waits) == 2 * (1 + 3)
+
+
+def test_work_is_measured_outside_of_the_modes_of_a_compilation_and_keeps_the_random_state():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    state = torch.get_rng_state()
+    with FakeTensorMode():
+        kind, threads, graded = outside_of_modes(
+            CPU, lambda: (type(torch.rand(2)), torch.get_num_threads(), torch.is_grad_enabled())
+        )
+    assert (kind, threads, graded) == (torch.Tensor, torch.get_num_threads(), False)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,38 +1,33 @@
-"""An op counts as random exactly if a run of it advances the generator."""
+"""An op counts as random exactly if a run of it advances the generator; reductions end a pass by dimensions and layout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat.ops import op_table, op_traits
+from autoremat.ops.reductions import ends_pass
 
 aten = torch.ops.aten
 ROWS = torch.rand(4, 8)
 HEADS = torch.rand(1, 2, 8, 4)
 
 CALLS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
-    (aten.bernoulli.default, (ROWS,)),
-    *((aten.bernoulli.p, (ROWS, p)) for p in (0.0, 0.5, 1.0)),
+    (aten.bernoulli.default, (ROWS,)), *((aten.bernoulli.p, (ROWS, p)) for p in (0.0, 0.5, 1.0)),
     *((aten.native_dropout.default, (ROWS, p, train)) for p in (0.0, 0.5) for train in (True, False, None)),
     *((aten.rrelu_with_noise_functional.default, (-ROWS, ROWS, 0.1, 0.3, train)) for train in (True, False)),
     *((aten._scaled_dot_product_flash_attention_for_cpu.default, (HEADS, HEADS, HEADS, p)) for p in (0.0, 0)),
     *((aten.normal.Tensor_float, (ROWS, deviation)) for deviation in (0.0, 1.0)),
-    *((aten.uniform.default, (ROWS, 0.0, end)) for end in (0.0, 1.0)),
-    (aten.rand_like.default, (ROWS,)),
-    (aten.randperm.default, (5,)),
-    (aten.multinomial.default, (ROWS, 1)),
-    (aten.poisson.default, (ROWS,)),
-    (aten.binomial.default, (ROWS, ROWS)),
-    (aten._standard_gamma.default, (ROWS,)),
-    (aten._sample_dirichlet.default, (ROWS,)),
-    (aten.exponential.default, (ROWS,)),
-    (aten.geometric.default, (ROWS, 0.5)),
-    (aten.exp.default, (ROWS,)),
-)
+    *((aten.uniform.default, (ROWS, 0.0, end)) for end in (0.0, 1.0)), (aten.rand_like.default, (ROWS,)),
+    (aten.randperm.default, (5,)), (aten.multinomial.default, (ROWS, 1)), (aten.poisson.default, (ROWS,)),
+    (aten.binomial.default, (ROWS, ROWS)), (aten._standard_gamma.default, (ROWS,)), (aten._sample_dirichlet.default, (ROWS,)),
+    (aten.exponential.default, (ROWS,)), (aten.geometric.default, (ROWS, 0.5)), (aten.exp.default, (ROWS,)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "arguments"), CALLS, ids=[f"{number}-{op}" for number, (op, _) in enumerate(CALLS)])
@@ -118,3 +113,52 @@ def test_draws_keep_their_sequence_however_kernels_are_sorted(monkeypatch: pytes
 def test_no_op_has_two_rows_of_facts() -> None:
     ops = [op for _, listed in op_table.ROWS for op in listed]
     assert len(ops) == len(set(ops))
+
+
+CPU, H100 = 1, 132
+"""Multiprocessors."""
+
+IMAGES = torch.zeros(2, 8, 4, 4)
+
+
+def last_op_ends_pass(called: Callable[[torch.Tensor], object], operand: torch.Tensor, multiprocessors: int) -> bool:
+    graph = make_fx(called)(operand).graph
+    called_ops = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return ends_pass(called_ops[-1], multiprocessors)
+
+
+@pytest.mark.parametrize("multiprocessors", [CPU, H100])
+@pytest.mark.parametrize(
+    ("called", "operand", "expected"),
+    [
+        (lambda x: x.sum(-1), torch.zeros(64, 100), False),
+        (lambda x: x.sum(0), torch.zeros(64, 100), True),
+        (lambda x: x.sum(0), torch.zeros(100, 64).t(), False),
+        (lambda x: x.sum((0, 1)), torch.zeros(8, 8, 100), True),
+        (lambda x: x.sum((1, 2)), torch.zeros(64, 8, 100), False),
+        (lambda x: x.sum(0), torch.zeros(1, 100), False),
+        (lambda x: x.sum(-1), torch.zeros(()), False),
+        (lambda x: torch.softmax(x, -1), torch.zeros(64, 100), False),
+        (lambda x: torch.softmax(x, 0), torch.zeros(64, 100), True),
+        (lambda x: torch.ops.aten.var_mean.correction(x, [0, 2, 3]), IMAGES, True),
+        (lambda x: torch.ops.aten.var_mean.correction(x, [0, 2, 3]), IMAGES.to(memory_format=torch.channels_last), True),
+        (lambda x: x.scatter_add(0, torch.zeros(4, dtype=torch.int64), torch.ones(4)), torch.zeros(4), True),
+        (lambda x: x + 1, torch.zeros(64, 100), False),
+    ],
+)
+def test_reductions_that_are_none_of_rows_and_scatters_end_a_pass(called, operand, expected, multiprocessors):
+    assert last_op_ends_pass(called, operand, multiprocessors) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "multiprocessors", "expected"),
+    [
+        (1, 10_000, CPU, True),
+        (4, 10_000, CPU, False),
+        (4, 10_000, H100, True),
+        (4, 8_000, H100, False),
+        (300, 10_000, H100, False),
+    ],
+)
+def test_few_long_rows_end_a_pass(rows, length, multiprocessors, expected):
+    assert last_op_ends_pass(lambda x: x.sum(1), torch.zeros(rows, length), multiprocessors) == expected

@@ -1,6 +1,11 @@
+import functools
+import json
+import os
 import pickle
 import re
-from dataclasses import fields
+import subprocess
+import sys
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import numpy
@@ -8,7 +13,7 @@ import pytest
 from folders import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from requests_of_options import budget_with
+from requests_of_options import budget_with, key_of, request_with
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import (
@@ -45,16 +50,10 @@ def test_the_table_of_options_has_their_names_and_defaults():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, None),
-        ("1.5 gb", 1_500_000_000),
-        (" AUTO ", "auto"),
-        (1.0, 1.0),
-        ("70 %", 0.7),
-        (numpy.uint8(200), 200),
-        (numpy.float32(0.5), 0.5),
-        (Fraction(1, 4), 0.25),
+        (None, None), ("1.5 gb", 1_500_000_000), (" AUTO ", "auto"), (1.0, 1.0), ("70 %", 0.7), (numpy.uint8(200), 200),
+        (numpy.float32(0.5), 0.5), (Fraction(1, 4), 0.25),
     ],
-)
+)  # fmt: skip
 def test_memory_budget_is_normalised(given, expected):
     budget = Options(memory_budget=given).memory_budget
     assert budget == expected
@@ -125,13 +124,10 @@ def test_wrong_dicts_of_options_are_refused(options):
     ("options", "configured", "environment", "expected"),
     [
         ({"memory_budget": 1}, {"memory_budget": "2B"}, "3B", 1),
-        ({"memory_budget": None}, {"memory_budget": "2B"}, "3B", None),
-        ({}, {"memory_budget": None}, "3B", None),
-        ({}, {"time_limit": 5}, "3B", 3),
-        ({}, {}, "3B", 3),
-        ({}, {}, None, None),
+        ({"memory_budget": None}, {"memory_budget": "2B"}, "3B", None), ({}, {"memory_budget": None}, "3B", None),
+        ({}, {"time_limit": 5}, "3B", 3), ({}, {}, "3B", 3), ({}, {}, None, None),
     ],
-)
+)  # fmt: skip
 def test_precedence_of_the_budget(monkeypatch, options, configured, environment, expected):
     if configured:
         configure(**configured)
@@ -183,15 +179,10 @@ def test_a_share_is_floored_and_within_the_baseline(baseline, share):
 @pytest.mark.parametrize(
     ("budget", "baseline", "free", "expected"),
     [
-        (0.7, 10, None, 7),
-        (0.5, 101, None, 50),
-        (1.0, 2**60 + 1, None, 2**60 + 1),
-        (123, 10, None, 123),
-        (123, 10, 1, 123),
-        (None, 10, 1, None),
-        ("auto", 10, DEFAULT_AUTO_HEADROOM + 9, 9),
+        (0.7, 10, None, 7), (0.5, 101, None, 50), (1.0, 2**60 + 1, None, 2**60 + 1), (123, 10, None, 123), (123, 10, 1, 123),
+        (None, 10, 1, None), ("auto", 10, DEFAULT_AUTO_HEADROOM + 9, 9),
     ],
-)
+)  # fmt: skip
 def test_resolve_budget(budget, baseline, free, expected):
     assert budget_with(Options(memory_budget=budget), baseline, free) == expected
 
@@ -204,3 +195,81 @@ def test_auto_needs_a_cuda_device():
 def test_auto_shows_both_numbers_when_nothing_is_left():
     with pytest.raises(OptionsError, match=r"7 bytes.*auto_headroom=2097152"):
         budget_with(Options(memory_budget="auto", auto_headroom="2MiB"), 10, 7)
+
+
+budgets = st.one_of(st.none(), st.just("auto"), st.integers(101, 2**50), st.floats(0.001, 1))
+all_options = st.builds(
+    Options,
+    memory_budget=budgets,
+    auto_headroom=st.integers(0, 2**40),
+    time_limit=st.floats(0.001, 1000),
+    compiler=st.sampled_from(["inductor", "aot_eager"]),
+    on_infeasible=st.sampled_from(["raise", "best_effort"]),
+    on_planning_error=st.sampled_from(["fallback", "raise"]),
+    inductor=st.dictionaries(st.sampled_from(INDUCTOR_KEYS), st.one_of(st.booleans(), st.integers(0, 1), st.text())).map(
+        lambda config: tuple(config.items())
+    ),
+    mode=st.sampled_from([None, "default", "max-autotune"]),
+    cost_model=st.sampled_from(["roofline", "calibrated"]),
+)
+
+
+@given(all_options)
+def test_cache_key_is_sorted_json_and_survives_pickling(options):
+    key = key_of(options)
+    assert json.dumps(json.loads(key), sort_keys=True) == key
+    assert key_of(pickle.loads(pickle.dumps(options))) == key
+
+
+@given(all_options, all_options)
+def test_different_requests_have_different_cache_keys(one, other):
+    if request_with(one) != request_with(other):
+        assert key_of(one) != key_of(other)
+
+
+@given(all_options, st.sampled_from(["time_limit", "compiler", "on_infeasible", "mode", "cost_model", "inductor"]), all_options)
+def test_each_option_is_part_of_the_request(one, name, other):
+    changed = replace(one, **{name: getattr(other, name)})
+    if getattr(one, name) != getattr(other, name):
+        assert request_with(one) != request_with(changed)
+
+
+def test_spelling_does_not_change_the_cache_key():
+    one = parse({"memory_budget": "1KiB", "max-autotune": True, "fallback_random": False})
+    other = parse({"fallback_random": False, "max_autotune": True, "memory-budget": 1024})
+    assert key_of(one) == key_of(other)
+
+
+class Versioned:
+    def __init__(self, version):
+        self.version = version
+
+    def __call__(self, graph):
+        return None
+
+    def uuid(self):
+        return self.version
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (object(), object(), True), (Versioned("1"), Versioned("1"), True), (Versioned("1"), Versioned("2"), False),
+        (len, sum, False), ([1, {"a": (2,)}], [1, {"a": (3,)}], False), ({"x", "y"}, {"y", "x"}, True),
+    ],
+)  # fmt: skip
+def test_cache_key_of_values_that_json_does_not_know(one, other, equal):
+    keys = [key_of(Options(inductor=(("post_grad_custom_pre_pass", value),))) for value in (one, other)]
+    assert (keys[0] == keys[1]) is equal
+    assert "0x" not in keys[0]
+
+
+def test_cache_key_is_the_same_in_every_process():
+    code = (
+        "from autoremat import Options; from autoremat.request.request import Request;"
+        "print(Request(Options(inductor=(('a', {'x', 'y', 'z'}), ('b', len), ('c', object())))).cache_key())"
+    )
+    run = functools.partial(subprocess.run, capture_output=True, check=True, cwd=ROOT)
+    seeds = ("1", "2", "3")
+    keys = {run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}).stdout for seed in seeds}
+    assert len(keys) == 1

@@ -1,7 +1,8 @@
-"""Every option takes a value with a meaning, or refuses it by an `OptionsError` that names the option."""
+"""Every option takes a value with a meaning, or refuses it by an `OptionsError` that names it; the forms of saved tensors."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -13,11 +14,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from requests_of_options import key_of
+from requests_of_options import CPU, around, key_of, profile, request_with
 
 from autoremat.basics import disk_cache, environment
-from autoremat.basics.errors import OptionsError, PlanFileError
-from autoremat.options.options import OWN_KEYS, Options, configure
+from autoremat.basics.errors import OptionsError, OptionWarning, PlanFileError
+from autoremat.measure import machine
+from autoremat.options.options import OWN_KEYS, Options, configure, note_compiled
+from autoremat.request.budgets import request_of, requests_of
+from autoremat.request.surroundings import Surroundings
 
 
 class Unprintable:
@@ -48,29 +52,17 @@ SHARES = {"0.5", "1.0", "'70%'", "float32", "Fraction"}
 ACCEPTED: dict[str, set[str]] = {
     "memory_budget": SHARES | BYTES - {"2", "70", "100", "int64"} | {"None", "'auto'"},
     "max_slowdown": SHARES | {"None", "'free'", "0", "1", "0.0", "0.0009", "'0.05%'", "1e-300"},
-    "host_memory": BYTES | {"None", "'auto'"},
-    "store": {"None"},
-    "auto_headroom": BYTES | {"0"},
-    "time_limit": SECONDS,
-    "compiler": set(),
-    "on_infeasible": {"None"},
-    "on_planning_error": {"None"},
-    "cost_model": set(),
-    "plan": {"None"},
-    "policy": {"None", "'full'", "'none'", "'uniform:3'"},
-    "save": {"()", "[]", "{}", "['layers.*']"},
-    "recompute": {"()", "[]", "['layers.*']"},
-    "tiles": COUNTS - {"1"} | {"'auto'", "False", "int64"},
+    "host_memory": BYTES | {"None", "'auto'"}, "store": {"None"}, "auto_headroom": BYTES | {"0"}, "time_limit": SECONDS,
+    "compiler": set(), "on_infeasible": {"None"}, "on_planning_error": {"None"}, "cost_model": set(), "plan": {"None"},
+    "policy": {"None", "'full'", "'none'", "'uniform:3'"}, "save": {"()", "[]", "{}", "['layers.*']"},
+    "recompute": {"()", "[]", "['layers.*']"}, "tiles": COUNTS - {"1"} | {"'auto'", "False", "int64"},
     "chunk_loss": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
-    "early_gradients": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
-    "hooks_free_gradients": {"True", "False"},
-    "in_flight": COUNTS | {"None", "int64"},
-    "accumulate": {"None", "True", "False"},
+    "early_gradients": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"}, "hooks_free_gradients": {"True", "False"},
+    "in_flight": COUNTS | {"None", "int64"}, "accumulate": {"None", "True", "False"},
     "interconnect_bandwidth": BYTES | {"None", "'6GB/s'", "1.0", "3.0", "70.0", "1000000000.0"},
-    "interconnect_latency": SECONDS | {"None"},
-    "agreement": {"'auto'", "'off'", "[1]", "range(0, 2)"},
+    "interconnect_latency": SECONDS | {"None"}, "agreement": {"'auto'", "'off'", "[1]", "range(0, 2)"},
     "progress": {"True", "False"},
-}
+}  # fmt: skip
 """The values of ``ODD`` that each option takes."""
 
 
@@ -143,3 +135,119 @@ def test_a_plan_file_that_is_too_large_is_not_read(tmp_path):
         file.truncate(disk_cache.LARGEST_FILE + 1)
     with pytest.raises(PlanFileError, match="268,435,457 bytes"):
         Options(plan=tmp_path / "plan.json")
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("memory_budget", 10**5000), ("memory_budget", "9" * 5000 + "GiB"), ("memory_budget", Fraction(HUGE, 3)),
+        ("auto_headroom", "9" * 40 + "B"), ("time_limit", HUGE), ("progress", "yes"),
+        ("interconnect_bandwidth", "50GB/min"), ("max_slowdown", "fast"),
+    ],
+    ids=lambda value: str(value)[:9] if isinstance(value, str) else "number",
+)  # fmt: skip
+def test_numbers_beyond_all_memory_and_time_are_refused(key, value):
+    with pytest.raises(OptionsError, match=rf"^{key}=.*is not accepted. Accepted: ") as refusal:
+        Options.parse({key: value})
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize(("name", "near"), [("AUTOREMAT_BUDGET", "Is AUTOREMAT_MEMORY_BUDGET meant"), ("AUTOREMAT_X", "None")])
+def test_a_variable_that_nothing_reads_is_warned_of_once(monkeypatch, name, near):
+    monkeypatch.setattr(environment, "_refused", set())
+    monkeypatch.setenv(name, "6GiB")
+    with pytest.warns(OptionWarning, match=f"{name} has no effect: nothing reads it. {near}"):
+        Options.parse()
+    Options.parse()
+
+
+def test_configure_says_what_it_comes_too_late_for(monkeypatch):
+    monkeypatch.setattr("autoremat.options.options._taken", {})
+    passed = {"time_limit": 5.0}
+    left = [True]
+    note_compiled(Options.parse(passed), passed, lambda: left[0])
+    configure(time_limit=3.0, memory_budget=None)  # nothing took the first, and the second is what was taken
+    configure(progress=False)
+    with pytest.warns(OptionWarning, match=r"configure\(memory_budget=..., save=...\) comes too late.*torch.compiler.reset"):
+        configure(memory_budget="1GiB", save=["mm"])
+    left[0] = False  # as after a reset of torch
+    configure(memory_budget="2GiB")
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("given", "bytes_"), [("64GiB", 64 * GIB), (7, 7), (None, None)])
+def test_a_bound_on_the_host_is_part_of_the_limits(given, bytes_):
+    request = request_with(Options(host_memory=given))
+    assert request.limits.host_bytes == bytes_
+    assert request.forms == (set() if bytes_ is None else {"host", "bits"})
+
+
+def test_auto_is_the_share_of_the_rank():
+    here = Surroundings(CPU, runs_here=False)
+    vars(here)["host_bytes"] = 5 * GIB
+    assert request_of(Options(host_memory=" Auto "), here).limits.host_bytes == 5 * GIB
+
+
+def test_store_names_the_forms_that_are_allowed():
+    assert request_with(Options(store=["bits", "device"])).forms == {"bits"}
+    assert Options(store=["bits", "device"]) == Options(store=("device", "bits"))
+    assert request_with(Options(store=("device", "host"), host_memory="1GiB")).forms == {"host"}
+    assert request_with(Options(store=("device",))).forms == set()
+
+
+@pytest.mark.parametrize("options", [{"store": ("device", "host")}, {"store": ("device",), "host_memory": "1GiB"}])
+def test_a_form_and_its_bound_go_together(options):
+    with pytest.raises(OptionsError, match="store=.* and host_memory="):
+        Options(**options)
+
+
+def test_forms_are_part_of_the_cache_key():
+    choices = (Options(), Options(host_memory=1), Options(host_memory=2), Options(host_memory=1, store=("device", "host")))
+    assert len({key_of(options) for options in choices}) == len(choices)
+    assert json.loads(key_of(choices[1]))["host_bytes"] == 1
+
+
+def test_a_profile_that_was_made_without_host_memory_keeps_nothing_there():
+    with pytest.warns(OptionWarning, match="host_memory has no effect"):
+        (request,) = requests_of(Options(memory_budget=profile(), host_memory="1GiB"), around()).values()
+    assert request.limits.host_bytes is None
+    assert request.forms == set()
+
+
+@pytest.fixture
+def free_of(tmp_path):
+    """Returns the free bytes by files that say so."""
+
+    def found(available_kib: int, control: dict[str, str]) -> int:
+        (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
+        for name, text in control.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return machine.free_host_bytes(tmp_path / "meminfo", tmp_path)
+
+    return found
+
+
+def test_free_memory_is_that_of_the_machine_and_of_the_control_group(free_of):
+    assert free_of(1000, {}) == 1000 * 1024
+    assert free_of(1000, {"memory.max": "max\n", "memory.current": "5\n"}) == 1000 * 1024
+    assert free_of(1000, {"memory.max": "9000\n", "memory.current": "8000\n"}) == 1000
+    assert free_of(1000, {"memory/memory.limit_in_bytes": "10", "memory/memory.usage_in_bytes": "20"}) == 0
+
+
+def test_the_machine_is_divided_by_its_ranks(monkeypatch):
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 100 * GIB + 5)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert machine.share_of_host_memory() == 32 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert machine.ranks_of_machine() == 8
+    assert machine.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 80 * GIB)  # a later process finds the same
+    assert machine.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 0)
+    assert machine.share_of_host_memory() == 0
