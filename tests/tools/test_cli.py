@@ -190,21 +190,15 @@ def test_batch_finds_the_largest_size(training):
     ("arguments", "code", "text"),
     [
         (["{}:loss", "--budget", "1KiB"], 1, "no plan was found"),
-        (["{}:loss", "--budget", "much"], 2, "memory_budget='much'"),
-        (["{}:loss", "-o", "color"], 2, "KEY=VALUE"),
+        (["{}:loss", "--budget", "much"], 2, "memory_budget='much'"), (["{}:loss", "-o", "color"], 2, "KEY=VALUE"),
         (["{}:loss", "--device-memory", "1KiB", "--optimizer", "SGD"], 1, "too small"),
         (["{}:loss", "--device-memory", "1GiB", "--budget", "1GiB"], 2, "exclude each other"),
-        (["{}:loss", "--optimizer", "SGD"], 2, "--device-memory"),
-        (["{}"], 2, "MODULE:FUNCTION"),
-        (["{}:number"], 2, "is no function"),
-        (["{}:wrong"], 2, "returns int"),
-        (["nowhere:loss"], 2, "'nowhere'"),
-        (["{}:sized"], 2, "'batch'"),
-        (["{}:loss", "--save-plan", "no/folder/plan.json"], 2, "'no/folder'"),
-        (["{}:mistaken"], 2, "name 'lost' is not defined"),
-        (["{}:failing"], 3, "ValueError: no data here"),
+        (["{}:loss", "--optimizer", "SGD"], 2, "--device-memory"), (["{}"], 2, "MODULE:FUNCTION"),
+        (["{}:number"], 2, "is no function"), (["{}:wrong"], 2, "returns int"), (["nowhere:loss"], 2, "'nowhere'"),
+        (["{}:sized"], 2, "'batch'"), (["{}:loss", "--save-plan", "no/folder/plan.json"], 2, "'no/folder'"),
+        (["{}:mistaken"], 2, "name 'lost' is not defined"), (["{}:failing"], 3, "ValueError: no data here"),
     ],
-)
+)  # fmt: skip
 def test_what_goes_wrong_has_a_message_and_a_code(training, arguments, code, text):
     done = run("explain", *(one.format(training) for one in arguments))
     assert done.exit_code == code, done.output

@@ -1,4 +1,4 @@
-"""``autoremat.pareto`` and ``autoremat.max_batch`` on a small model, and the search for sizes on made-up ones."""
+"""``pareto``, ``max_batch`` and ``best_batch`` on small models, and the search for sizes on made-up ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import build
 from test_explain import EAGER, MIB, Mlp
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +23,7 @@ from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
 from autoremat.tools.explain import previews
-from autoremat.tools.size_search import SizeSearch
+from autoremat.tools.size_search import SizeSearch, seconds_of
 from autoremat.torch_private import compilers, fake_tensors
 
 
@@ -194,3 +195,41 @@ def test_the_search_finds_the_last_that_fits(slope, start, power, largest):
     assert search.misses == search.fits + 1
     assert peak(search.misses) > budget
     assert len(search.outcomes) < 60
+
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def rows(size: int) -> torch.Tensor:
+    return torch.randn(size, 32)
+
+
+@pytest.mark.slow
+def test_the_best_of_given_sizes_has_the_most_samples_per_second():
+    found = autoremat.best_batch(rows, loss, "400KiB", candidates=(256, 32, 64, 1024, 64), options=EAGER)
+    assert [size for size, _, _ in found.tried] == [32, 64, 256, 1024]
+    speeds = {size: size / seconds for size, seconds, _ in found.tried}
+    assert found.samples_per_second == speeds[found.size] == max(speeds.values())
+    assert speeds[1024] == 0.0
+    assert found.report.fits
+    for size, seconds, peak in found.tried[:3]:
+        again = autoremat.explain(loss, rows(size), options=EAGER | {"memory_budget": "400KiB"})
+        assert (seconds, peak) == (seconds_of(again), again.minimum_peak_bytes)
+    assert f"{found.size} is best within 400.00 KiB" in str(found)
+    slow = autoremat.best_batch(rows, loss, "400KiB", candidates=(64, 128, 256), seconds_per_step=1.0, options=EAGER)
+    assert slow.samples_per_second == pytest.approx(256 / (1.0 + slow.tried[-1][1]))
+
+
+def test_best_batch_refuses_what_cannot_be_searched():
+    for sizes in (None, [8, 16]):
+        with pytest.raises(BudgetInfeasible):
+            autoremat.best_batch(rows, loss, "1KiB", candidates=sizes, options=EAGER)
+    with pytest.raises(OptionsError, match="needs bytes"):
+        autoremat.best_batch(rows, loss, 0.5)
+    for sizes in ([], [0], [1.5]):
+        with pytest.raises(OptionsError, match="candidates="):
+            autoremat.best_batch(rows, loss, "1MiB", candidates=sizes)

@@ -19,14 +19,9 @@ import autoremat
 
 OPTIONS = {"memory_budget": 1 << 20, "compiler": "aot_eager", "cost_model": "roofline"}
 REGISTRATIONS = {
-    "register_hook",
-    "register_prehook",
-    "queue_callback",
-    "finalize",
-    "register_optimizer_step_pre_hook",
-    "register_module_forward_hook",
-    "register_module_forward_pre_hook",
-}
+    "register_hook", "register_prehook", "queue_callback", "finalize", "register_optimizer_step_pre_hook",
+    "register_module_forward_hook", "register_module_forward_pre_hook",
+}  # fmt: skip
 """Calls by which torch or Python gets a callback."""
 
 
