@@ -1,7 +1,4 @@
-"""Small models with random weights: one builder per family, each with its batch and a loss.
-
-``build(name)`` gives (module, inputs): ``module(*inputs)`` returns a scalar loss. ``build("gpt2", layers=2)`` has two layers.
-"""
+"""Small models with random weights: ``build(name, **sizes)`` gives a module, whose call is a scalar loss, and its inputs."""
 
 from __future__ import annotations
 

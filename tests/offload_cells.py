@@ -166,23 +166,13 @@ class Cells:
         done = host_memory.statistics("cpu")
         totals = {total.form: total.tensors for total in report.stored.totals} if report.stored else {}
         return Cell(
-            model=self.name,
-            compiler=self.compiler,
-            store=store,
-            budget=budget,
-            budget_bytes=bytes_,
-            peak_bytes=report.peak_bytes - report.code_headroom_bytes,
-            headroom_bytes=report.code_headroom_bytes,
-            measured_bytes=peak.bytes,
-            host_memory=host,
-            host_bytes=report.host_peak_bytes,
-            held_bytes=done.held_bytes,
-            to_host_bytes=done.to_host_bytes - before.to_host_bytes,
+            model=self.name, compiler=self.compiler, store=store, budget=budget, budget_bytes=bytes_,
+            peak_bytes=report.peak_bytes - report.code_headroom_bytes, headroom_bytes=report.code_headroom_bytes,
+            measured_bytes=peak.bytes, host_memory=host, host_bytes=report.host_peak_bytes, held_bytes=done.held_bytes,
+            to_host_bytes=done.to_host_bytes - before.to_host_bytes, packed=totals.get("bits", 0),
             from_host_bytes=done.from_host_bytes - before.from_host_bytes,
-            packed=totals.get("bits", 0),
-            equal_bits=not differences(outcome, self.reference),
-            close=_is_close(outcome, self.reference),
-        )
+            equal_bits=not differences(outcome, self.reference), close=_is_close(outcome, self.reference),
+        )  # fmt: skip
 
 
 def _is_close(found: Outcome, wanted: Outcome) -> bool:

@@ -1,7 +1,4 @@
-"""Slow, simple answers to compare with: liveness, optima and gradients, none of them by the code under test.
-
-The torch half is imported on first use, so that the tests of the pure half do without torch.
-"""
+"""Slow, simple answers to compare with, none of them by the code under test. Torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -182,10 +179,7 @@ class Outcome:
 
 
 def train_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor], seed: int = 0) -> Outcome:
-    """One forward and backward of `compiled`, the compiled form of `model`, with fixed random numbers.
-
-    Every floating output takes part in the backward with a weight of its own, so that their gradients differ.
-    """
+    """One forward and backward of `compiled`, the compiled form of `model`; each floating output has a weight of its own."""
     import torch
 
     leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]

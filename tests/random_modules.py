@@ -17,10 +17,7 @@ VOCABULARY = 16
 
 
 class RandomModule(nn.Module):
-    """Returns a scalar loss that depends on every step, then the outputs of the program.
-
-    Steps pick among three layers of each sort, so that parameters are shared, and some get no gradient at all.
-    """
+    """Returns a scalar loss that depends on every step, then the outputs. Steps share three layers of each sort."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()

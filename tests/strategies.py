@@ -1,7 +1,4 @@
-"""Hypothesis strategies: random graphs for the pure half, random small modules for the torch half.
-
-Importing this file does not import torch; `modules` does, on first use.
-"""
+"""Hypothesis strategies: random graphs for the pure half, random small modules for the torch half, which is imported late."""
 
 from __future__ import annotations
 
@@ -291,10 +288,7 @@ OUTPUTS = ("tensor", "tensor", "view", "input", "input_view", "same_twice", "det
 
 @dataclass(frozen=True)
 class Step:
-    """One statement of a random module: `random_modules.RandomModule` runs it on the tensors numbered `first`, `second`.
-
-    Numbers count modulo what there is; `choice` picks among parameters and variants.
-    """
+    """A statement of a random module, on the tensors `first` and `second` modulo what there is; `choice` picks a variant."""
 
     kind: str
     first: int

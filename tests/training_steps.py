@@ -1,8 +1,4 @@
-"""Training steps in all the ways people write them, for tests that run each with and without recomputation.
-
-A step gets ``compile_``, builds what it trains, compiles it with that, trains for a few rounds and returns the numbers that
-must not differ: losses, gradients, buffers, whatever it wrote to. Everything is small.
-"""
+"""Training steps in all the ways people write them. A step gets ``compile_``, trains, and returns numbers to compare."""
 
 from __future__ import annotations
 

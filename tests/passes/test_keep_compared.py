@@ -1,4 +1,4 @@
-"""Values that are compared with numbers chosen from them: the marks, the plan, and gradients as those of eager code."""
+"""Passes around what Inductor does: values that are compared are kept, strides preserved, shared results made."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from trained_steps import compiled, gradients
 
 import autoremat
-from autoremat.ops.op_traits import COMPARED
+from autoremat.ops.op_traits import COMPARED, MATERIALIZED
+from autoremat.passes import preserve_strides
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared
+from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared
 from autoremat.passes.pipeline import run_passes
 from autoremat.report.decisions import Decision, Reason
 
@@ -45,13 +48,10 @@ COMPARING: dict[str, Head] = {
     "steps of the largest": lambda z: z * (z / (z.abs().amax(-1, keepdim=True) / 7)).floor(),
 }
 OTHERS: dict[str, Head] = {
-    "max(dim)": lambda z: z.max(-1).values,
-    "relu": lambda z: z.relu() * z.clamp(-0.5, 0.5),
-    "logsumexp": lambda z: z.logsumexp(-1),
-    "softmax": lambda z: z.softmax(-1).square(),
-    "maximum": lambda z: torch.maximum(z, z.flip(-1)),
-    "mean": lambda z: z * (z > z.mean(-1, keepdim=True)),
-}
+    "max(dim)": lambda z: z.max(-1).values, "relu": lambda z: z.relu() * z.clamp(-0.5, 0.5),
+    "logsumexp": lambda z: z.logsumexp(-1), "softmax": lambda z: z.softmax(-1).square(),
+    "maximum": lambda z: torch.maximum(z, z.flip(-1)), "mean": lambda z: z * (z > z.mean(-1, keepdim=True)),
+}  # fmt: skip
 ACTIVATIONS: tuple[Head, ...] = (
     torch.tanh,
     lambda z: torch.atan2(z, z.roll(1, 0)),
@@ -136,3 +136,110 @@ def test_uncompiled_gradients_are_those_of_eager_code(tiles):
 def test_compiled_gradients_are_those_of_eager_code():
     heads = {name: COMPARING[name] for name in ("amax", "infinity norm", "scatter_reduce", "mask by a difference", "clamp")}
     compare(heads, memory_budget=0.7, compiler="inductor", on_infeasible="best_effort")
+
+
+aten = torch.ops.aten
+SIZE, CONTIGUOUS, CHANNELS_LAST = (2, 4, 3, 3), (36, 9, 3, 1), (36, 1, 12, 4)
+
+
+def as_a_line(traced: Tensor, rows: bool) -> fx.GraphModule:
+    """What stands in memory from where ``relu(x)`` begins, or its second image; traced with ``traced``."""
+    graph = fx.Graph()
+    made = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
+    made.meta["val"] = traced.relu()
+    if rows:
+        made = graph.call_function(aten.slice.Tensor, (made, 0, 1, 2))
+        made.meta["val"] = traced.relu()[1:2]
+    graph.output(graph.call_function(aten.as_strided.default, (made, (36,), (1,))))
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("strides", [CONTIGUOUS, CHANNELS_LAST])
+def test_the_traced_layout_is_read(strides, rows):
+    traced = torch.randn(SIZE).as_strided(SIZE, strides)
+    other = traced.contiguous(memory_format=torch.channels_last if strides == CONTIGUOUS else torch.contiguous_format)
+    assert other.stride() != traced.stride()
+    module = as_a_line(traced, rows)
+    expected = traced.relu()[1:2] if rows else traced.relu()
+    expected = expected.as_strided((36,), (1,))
+    assert not torch.equal(module(other), expected)
+    run_passes(module, preserve_strides)
+    assert torch.equal(module(other), expected)
+    assert torch.equal(module(traced), expected)
+
+
+def test_what_is_scattered_by_strides_is_laid_too():
+    traced, source = torch.randn(SIZE), torch.ones(9)
+    other = traced.contiguous(memory_format=torch.channels_last)
+    graph = fx.Graph()
+    made = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
+    made.meta["val"] = traced.relu()
+    graph.output(graph.call_function(aten.as_strided_scatter.default, (made, graph.placeholder("source"), (9,), (1,), 0)))
+    module = fx.GraphModule({}, graph)
+    expected = module(traced, source)
+    assert not torch.equal(module(other, source), expected)
+    run_passes(module, preserve_strides)
+    assert torch.equal(module(other, source), expected)
+
+
+LENGTH, WIDTH = 64, 32
+MASK = "empty_strided_cpu((2, 1, 64, 64)"
+
+
+def attended(x: Tensor, mask: Tensor, layers: int) -> Tensor:
+    for _ in range(layers):
+        x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    return x
+
+
+@pytest.mark.parametrize(("layers", "marked"), [(1, []), (2, ["where"]), (3, ["where"])])
+def test_what_several_attentions_read_is_marked(layers, marked):
+    def function(x: Tensor, allowed: Tensor) -> Tensor:
+        mask = torch.where(allowed, 0.0, -torch.inf)
+        return attended(x.tanh(), mask[:, :, :, :], layers)
+
+    with torch.no_grad():
+        module = make_fx(function)(torch.randn(2, 2, LENGTH, 16), torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
+    run_passes(module, materialize_shared)
+    assert [node.name for node in module.graph.nodes if node.meta.get(MATERIALIZED)] == marked
+
+
+def test_what_a_product_reads_through_a_view_is_marked_if_others_read_it():
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        alone, direct, shared = x.sin(), x.cos(), x.tanh()
+        products = alone.view(-1, 4) @ weight, direct[0] @ weight, shared.view(-1, 4) @ weight
+        return (*products, direct.exp(), shared.exp())
+
+    module = make_fx(lambda x, weight: function(x, weight))(torch.randn(2, 4, 4), torch.randn(4, 4))
+    run_passes(module, materialize_shared)
+    assert [node.name for node in module.graph.nodes if node.meta.get(MATERIALIZED)] == ["cos", "tanh"]
+
+
+class Network(nn.Module):
+    """Attentions with one mask, which the backward reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+        mask = torch.where(allowed, 0.0, -torch.inf)
+        for layer in self.layers:
+            heads = layer(x).view(2, LENGTH, 2, WIDTH // 2).transpose(1, 2)
+            x = attended(heads, mask, 1).transpose(1, 2).reshape(x.shape)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [None, "280KiB"])
+def test_code_makes_the_mask_once_in_each_half(budget):
+    from torch._inductor.utils import run_and_get_code
+
+    model = Network()
+    inputs = torch.randn(2, LENGTH, WIDTH), torch.rand(2, 1, LENGTH, LENGTH) > 0.1
+    compiled = torch.compile(model, backend="autoremat", options={"memory_budget": budget})
+    _, sources = run_and_get_code(lambda: compiled(*inputs).backward())
+    assert len(sources) == 2
+    assert all(source.count(MASK) <= 1 for source in sources)
+    assert MASK in sources[0]

@@ -1,4 +1,4 @@
-"""Batch norms in training run again under a budget, and move their running averages once a step."""
+"""Running averages of batch norms that run again, which move once a step, and the rows that inputs of a graph have."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles import same_bits
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
+from autoremat.passes.building import Builder
+from autoremat.passes.rows.row_partition import Region
+from autoremat.passes.rows.run_by_parts import _Rewriting
 
 CHANNELS = 8
 
@@ -102,3 +108,26 @@ def test_averages_of_another_type_have_the_same_bits(affine):
         return model
 
     both(make, torch.bfloat16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+def test_rows_between_two_places(sizes, data):
+    rows = torch.Size(sizes).numel()
+    start = data.draw(st.integers(0, rows - 1))
+    stop = data.draw(st.integers(start + 1, rows))
+    whole = torch.randn(*sizes[:-1], sizes[-1] + 1, 2)[..., : sizes[-1], :]
+    graph, mode = fx.Graph(), FakeTensorMode()
+    given_node = graph.placeholder("given")
+    given_node.meta["val"] = mode.from_tensor(whole)
+    rewriting = _Rewriting(graph, Region(rows), [(start, stop)], Builder(graph, mode))
+    graph.output(rewriting.between(given_node, len(sizes), start, stop, given_node))
+    found = fx.GraphModule({}, graph)(whole)
+    assert torch.equal(found, whole.reshape(rows, 2)[start:stop])
+
+
+@pytest.mark.parametrize(("cut", "copies"), [(4, False), (3, True)])
+def test_only_rows_with_gaps_between_them_are_copied(cut, copies):
+    node = fx.Graph().placeholder("given")
+    node.meta["val"] = torch.randn(3, 4, 2)[:, :cut]
+    assert _Rewriting.copies(node, 2) is copies

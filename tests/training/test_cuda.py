@@ -1,8 +1,4 @@
-"""Training steps under budgets on a CUDA device: gradients, measured and replayed peaks, streams, CUDA graphs, plan files.
-
-`make gpu` runs these tests on a real card, and `make gpu-rehearsal` on the emulated one. Each records how far the measured peak
-is from the replayed one.
-"""
+"""Training steps under budgets on a CUDA device (`make gpu`) or on the emulated card (`make gpu-rehearsal`)."""
 
 from __future__ import annotations
 

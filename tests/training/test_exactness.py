@@ -1,7 +1,4 @@
-"""Recomputation changes no bit: outputs, gradients and buffers of random modules, under several budgets, uncompiled.
-
-The reference is the same graph run by torch's own debugging backend with its default partition, which saves everything.
-"""
+"""Recomputation changes no bit of random modules under several budgets, against torch's graphs that save everything."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from oracles import same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training_families import FAMILIES, STEPS
+from training_models import FAMILIES, STEPS
 from training_steps import layers, rows
 
 import autoremat

@@ -118,15 +118,11 @@ def test_batch_norm_backward(size: tuple[int, ...], gradient: str, image: str, d
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum over what is not adjacent": lambda x: aten.sum.dim_IntList(x, [0, 2], True),
-    "sum in 64 bits": lambda x: aten.sum.dim_IntList(x, [0, 2], True, dtype=torch.float64),
-    "sum": aten.sum.default,
-    "mean": lambda x: aten.mean.dim(x, [1], True),
-    "softmax": lambda x: aten._softmax(x, -1, False),
-    "gradient of a softmax": lambda x: aten._softmax_backward_data(x, x, -1, x.dtype),
-    "largest": aten.max.default,
-    "least and largest": aten.aminmax.default,
-    "position of the largest": aten.argmax.default,
-}
+    "sum in 64 bits": lambda x: aten.sum.dim_IntList(x, [0, 2], True, dtype=torch.float64), "sum": aten.sum.default,
+    "mean": lambda x: aten.mean.dim(x, [1], True), "softmax": lambda x: aten._softmax(x, -1, False),
+    "gradient of a softmax": lambda x: aten._softmax_backward_data(x, x, -1, x.dtype), "largest": aten.max.default,
+    "least and largest": aten.aminmax.default, "position of the largest": aten.argmax.default,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", TYPES)
