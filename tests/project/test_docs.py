@@ -27,24 +27,6 @@ TORCH_RANGE = re.compile(r"\b2\.(\d+)\s+to\s+2\.(\d+)\b")
 
 FROM_ELSEWHERE = re.compile(r'<(?:script|img)[^>]* src="https?:|<link[^>]* rel="(?:stylesheet|preconnect)"[^>]* href="https?:')
 
-PROVIDED = """
-import torch
-torch.manual_seed(0)
-layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(8)]
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*layers)
-    def forward(self, x):
-        return self.layers(x)
-model = Model()
-x = torch.randn(256, 32)
-def step_loss(x):
-    return model(x).square().mean()
-batches = [torch.randn(256, 32) for _ in range(4)]
-"""
-"""The names that `docs/index.md` says its pages use: a model, an input, a loss, some batches."""
-
 
 def blocks(page: Path) -> list[tuple[int, str]]:
     """(line, code) of each Python block."""
@@ -53,9 +35,8 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 def run_page(page: Path) -> None:
-    """Run the blocks of a page one after the other, as one program."""
+    """Run the blocks of a page one after the other, as one program that is given nothing."""
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(PROVIDED, names)
     for line, code in blocks(page):
         exec(compile("\n" * line + code, str(page), "exec"), names)
 
