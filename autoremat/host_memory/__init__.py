@@ -1,4 +1,4 @@
-"""Copies of saved tensors in the host's memory: buffers, streams, and the ops that a graph calls. See README.md here."""
+"""Copies of saved tensors in the host's memory: buffers, streams, and the ops that a graph calls."""
 
 from __future__ import annotations
 

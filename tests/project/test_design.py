@@ -19,7 +19,7 @@ PAGES = [ROOT / "DESIGN.md", ROOT / "passes" / "README.md", *READMES]
 SOURCES = [path for folder in ("autoremat", "passes", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
-MOST_BYTES = 15_000
+MOST_BYTES = 12_000
 
 of_its_torch = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page has figures of torch 2.13")
 
