@@ -1,8 +1,4 @@
-"""Torch's rules for the kernel of an attention on CUDA as a table: what each kernel needs, and since which torch.
-
-The table is that of the tests alone. The rules of `autoremat.tools.attention_rules` are compared with it, and the emulated card
-chooses by it.
-"""
+"""Torch's rules for the kernel of an attention on CUDA as a table, by which the emulated card chooses and rules are tested."""
 
 from __future__ import annotations
 
@@ -63,6 +59,11 @@ def widths_of_newer(f: Facts) -> bool:
     return max(pair) <= 256 and (not f.trains or max(pair) <= 128 or pair in ((192, 128), (256, 256)))
 
 
+def trains_by_flash(f: Facts) -> bool:
+    narrow = f.capability not in ((8, 6), (8, 9), (12, 0)) or f.widths[0] <= 192
+    return not f.trains or narrow or (f.widths[0] > 224 and f.dropout == 0)
+
+
 def columns(f: Facts) -> int:
     return 8 if f.dtype in HALF else 4 if f.capability[0] >= 8 else 1
 
@@ -115,16 +116,7 @@ NEEDS: dict[str, tuple[tuple[int, int, Need], ...]] = {
         (FIRST, LAST, lambda f: not f.causal or f.lengths[0] == f.lengths[1]),
         (FIRST, 13, lambda f: shared(f, by_groups=True, by_all=False, keys_alone=False)),
         (14, LAST, lambda f: shared(f, by_groups=True, by_all=True, keys_alone=False)),
-        (
-            FIRST,
-            LAST,
-            lambda f: (
-                not f.trains
-                or f.capability not in ((8, 6), (8, 9), (12, 0))
-                or f.widths[0] <= 192
-                or (f.widths[0] > 224 and f.dropout == 0)
-            ),
-        ),
+        (FIRST, LAST, trains_by_flash),
     ),
     "efficient": (
         *DENSE,

@@ -1,9 +1,4 @@
-"""The fused attention kernels of CUDA as arithmetic on the host, forward and backward.
-
-Shapes, layouts and saved state are those of torch's own meta kernels. Operands in layouts that CUDA's kernels cannot read are
-refused, as theirs are. The mask of a dropout follows from the saved seed, as
-CUDA's follows from the state of its Philox generator, so forward and backward agree.
-"""
+"""The fused attention kernels of CUDA as arithmetic on the host, in the shapes and layouts of torch's own meta kernels."""
 
 from __future__ import annotations
 
@@ -179,10 +174,7 @@ def cudnn_backward(
 
 
 def by_host(op: Any) -> Callable[..., Any]:
-    """Returns a kernel that calls ``op`` on copies of its operands on the host.
-
-    Its results are contiguous, as torch's fake tensors promise of convolutions where torch is built without CUDA.
-    """
+    """Returns a kernel that calls ``op`` on copies on the host, with contiguous results as fake tensors promise."""
 
     def to_host(x: Any) -> Any:
         return x.cpu() if isinstance(x, Tensor) else x

@@ -23,26 +23,12 @@ SHARED_MEMORY_BYTES = 232_448
 PROCESSORS = 132
 
 PROPERTIES = SimpleNamespace(
-    name=NAME,
-    major=CAPABILITY[0],
-    minor=CAPABILITY[1],
-    total_memory=MEMORY_BYTES,
-    multi_processor_count=PROCESSORS,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    regs_per_multiprocessor=65_536,
-    warp_size=32,
-    shared_memory_per_block=49_152,
-    shared_memory_per_block_optin=SHARED_MEMORY_BYTES,
-    shared_memory_per_multiprocessor=233_472,
-    L2_cache_size=50 * 2**20,
-    is_integrated=0,
-    is_multi_gpu_board=0,
-    clock_rate=1_980_000,
-    memory_clock_rate=2_619_000,
-    memory_bus_width=5120,
-    gcnArchName="",
-)
+    name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY_BYTES, multi_processor_count=PROCESSORS,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65_536, warp_size=32,
+    shared_memory_per_block=49_152, shared_memory_per_block_optin=SHARED_MEMORY_BYTES,
+    shared_memory_per_multiprocessor=233_472, L2_cache_size=50 * 2**20, is_integrated=0, is_multi_gpu_board=0,
+    clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120, gcnArchName="",
+)  # fmt: skip
 
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
 """Numbers of `at::SDPBackend`."""
@@ -55,10 +41,7 @@ ATTENTION_VARIABLE = "EMULATED_ATTENTION"
 
 
 def choose_attention(dtype: bytes, numbers: Any, dropout: float) -> int:
-    """Returns the number of the kernel that the card takes: cuDNN's, flash, efficient, or plain arithmetic.
-
-    ``numbers`` are those that `choose_attention` of `device.cpp` writes.
-    """
+    """Returns the number of the kernel that the card takes. `choose_attention` of `device.cpp` writes the ``numbers``."""
     import torch
 
     preferred = os.environ.get(ATTENTION_VARIABLE, "cudnn")
@@ -81,9 +64,9 @@ def install() -> None:
 
     _install_properties(torch, device)
     _install_generated_code(torch)
-    from emulated_cuda import attention, graphs, interpreter, streams, triton_driver
+    from emulated_cuda import attention, graphs, interpreter, triton_driver
 
-    streams.install()
+    graphs.install_streams()
     graphs.install(device)
     triton_driver.install()
     attention.install()
@@ -115,24 +98,12 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
         device.emulated_reset_peak()
 
     answers = {
-        "is_available": True,
-        "is_initialized": True,
-        "_is_compiled": True,
-        "_is_in_bad_fork": False,
-        "device_count": 1,
-        "current_device": 0,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-        "get_device_properties": PROPERTIES,
-        "get_device_capability": CAPABILITY,
-        "get_device_name": NAME,
-        "get_arch_list": ["sm_90"],
-        "is_bf16_supported": True,
-        "is_tf32_supported": True,
-        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
-        **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "manual_seed", "manual_seed_all")),
-        "set_rng_state": None,
-    }
+        **dict.fromkeys(("is_available", "is_initialized", "_is_compiled", "is_bf16_supported", "is_tf32_supported"), True),
+        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
+        **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "manual_seed", "manual_seed_all", "set_rng_state")),
+        "_is_in_bad_fork": False, "device_count": 1, "get_device_properties": PROPERTIES, "get_device_name": NAME,
+        "get_device_capability": CAPABILITY, "get_arch_list": ["sm_90"], "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
+    }  # fmt: skip
     for name, answer in answers.items():  # a function of its own for each name: Dynamo has a rule for each
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     pages = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)  # the host's memory is the card's

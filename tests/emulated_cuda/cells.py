@@ -46,10 +46,7 @@ class Cell:
 
 
 def inductors_gradients(built: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns the gradients of plain Inductor.
-
-    They are the reference where the rounding between two ops decides: eager code rounds there, and a fused kernel does not.
-    """
+    """Returns the gradients of plain Inductor, the reference where the rounding that fused kernels omit decides."""
     module, inputs = on_card(built, dtype)
     torch._dynamo.reset()
     with inductor_config.patch(fx_graph_cache=False, shape_padding=False):
@@ -79,20 +76,13 @@ def cells_of(
         first = first or gradients
         assert report.compiled_peak_bytes is not None
         yield Cell(
-            model=name,
-            data_type=str(dtype).removeprefix("torch."),
-            budget=budget,
-            budget_bytes=report.budget_bytes,
-            within_budget=report.within_budget,
-            predicted_bytes=report.predicted_peak_bytes,
-            compiled_bytes=report.compiled_peak_bytes,
-            replayed_bytes=step.replayed_bytes,
-            measured_bytes=step.result.peak_bytes,
-            recomputed_ops=report.recomputed_ops,
+            model=name, data_type=str(dtype).removeprefix("torch."), budget=budget, budget_bytes=report.budget_bytes,
+            within_budget=report.within_budget, predicted_bytes=report.predicted_peak_bytes,
+            compiled_bytes=report.compiled_peak_bytes, replayed_bytes=step.replayed_bytes,
+            measured_bytes=step.result.peak_bytes, recomputed_ops=report.recomputed_ops,
             error_to_torch=None if reference is None else relative_error(gradients, reference),
-            error_to_first=relative_error(gradients, first),
-            has_equal_bits=all(map(torch.equal, gradients, first)),
-        )
+            error_to_first=relative_error(gradients, first), has_equal_bits=all(map(torch.equal, gradients, first)),
+        )  # fmt: skip
 
 
 def cells_of_model(name: str, dtype: torch.dtype, budgets: Sequence[Budget] = BUDGETS) -> Iterator[Cell]:

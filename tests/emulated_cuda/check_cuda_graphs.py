@@ -1,22 +1,29 @@
-"""CUDA graphs on the emulated card: recorded in their pool by torch's own manager, with the bytes of the replay."""
+"""CUDA graphs, streams and kernels of the user on the emulated card, with the bytes of the replay."""
 
 from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, nn
+from torch.nn import functional as F
+from triton.runtime import JITFunction
 
 import autoremat
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import BudgetWarning, CaptureError, find_cause
+from autoremat.ops import declarations
+from autoremat.report.data import Decision
 from autoremat.torch_private import inductor_lowering
 from emulated_cuda import graphs, small_models
-from emulated_cuda.cells import ROUNDING
-from emulated_cuda.steps import on_card, planned_step, relative_error, replayed_peaks, run_step
+from emulated_cuda.cells import ROUNDING, cells_of, check
+from emulated_cuda.steps import MeanSquare, on_card, planned_step, relative_error, replayed_peaks, run_step
 
 BATCH = torch.Size((128, 64))
 INPUT_BYTES = 4 * BATCH.numel()
@@ -107,3 +114,148 @@ def test_recorded_models_keep_to_their_budgets(name, sizes):
     assert not tight.report.within_budget or tight.pool_bytes + tight.other_bytes <= budget
     allowed = 5e-3 if name == "resnet" else ROUNDING[torch.float32]
     assert relative_error(tight.gradients, free.gradients) <= allowed
+
+
+class Branches(nn.Module):
+    def __init__(self, in_graph: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 128), nn.Linear(128, 16)
+        self.left, self.right = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.side, self.ready, self.done = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+        self.apart = self.branches if in_graph else torch.compiler.disable(self.branches)
+
+    def branches(self, x: Tensor) -> Tensor:
+        self.ready.record()
+        with torch.cuda.stream(self.side):
+            self.ready.wait()
+            right = F.gelu(self.right(x))
+            self.done.record()
+        left = F.gelu(self.left(x))
+        self.done.wait()
+        return left + right
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.apart(F.gelu(self.first(x))))).square().mean()
+
+
+def branches(in_graph: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return on_card((Branches(in_graph), (torch.randn(256, 64),)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")  # the best effort exceeds one byte
+def test_a_step_on_a_stream_of_its_own():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
+    module, inputs = on_card((MeanSquare(layers), (torch.randn(256, 64),)))
+    expected = planned_step(module, inputs, cost_model="roofline", memory_budget=1, on_infeasible="best_effort")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step = planned_step(module, inputs, cost_model="roofline", memory_budget=1, on_infeasible="best_effort")
+    torch.cuda.current_stream().wait_stream(side)
+    assert all(map(torch.equal, step.result.gradients, expected.result.gradients))
+    assert step.result.peak_bytes == step.replayed_bytes == expected.replayed_bytes
+    assert step.report.recomputed_ops > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_streams_between_two_graphs():
+    module, inputs = branches(in_graph=False)
+    reference = run_step(module, module, inputs).gradients
+    step = planned_step(module, inputs, cost_model="roofline", memory_budget=1.0)
+    assert relative_error(step.result.gradients, reference) <= ROUNDING[torch.float32]
+
+
+def test_a_graph_with_streams_is_not_planned():
+    module, inputs = branches(in_graph=True)
+    with pytest.raises(Exception, match="stream") as caught:
+        planned_step(module, inputs, memory_budget=0.8)
+    assert find_cause(caught.value, CaptureError) is not None
+    assert "torch.compiler.disable" in str(caught.value)
+
+
+BLOCK = 1024
+
+
+def compiled(function: Callable[..., None]) -> Any:
+    """Returns the kernel that Dynamo recognises. Here `triton.jit` returns one for the interpreter, which it does not."""
+    return JITFunction(function)
+
+
+@compiled
+def silu(x, result, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < size, other=0.0)
+    tl.store(result + place, value / (1 + tl.exp(-value)), mask=place < size)
+
+
+@compiled
+def silu_backward(x, gradient, result, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < size, other=0.0)
+    share = 1 / (1 + tl.exp(-value))
+    incoming = tl.load(gradient + place, mask=place < size, other=0.0)
+    tl.store(result + place, incoming * (share + value * share * (1 - share)), mask=place < size)
+
+
+class Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        result = torch.empty_like(x)
+        silu[(triton.cdiv(x.numel(), BLOCK),)](x, result, x.numel(), BLOCK=BLOCK)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result = torch.empty_like(x)
+        silu_backward[(triton.cdiv(x.numel(), BLOCK),)](x, gradient.contiguous(), result, x.numel(), BLOCK=BLOCK)
+        return result
+
+
+class Layers(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.activation = nn.ModuleList(nn.Linear(96, 96) for _ in range(4)), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x.square().mean()
+
+
+@pytest.fixture
+def built() -> Any:
+    torch.manual_seed(0)
+    return Layers(Silu.apply), (torch.randn(200, 96),)
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    yield
+    declarations._declared.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_kernels_of_the_user_run(declared, built, forget):
+    module, inputs = on_card(built)
+    own, module.activation = module.activation, F.silu
+    reference = run_step(module, module, inputs).gradients
+    module.activation = own
+    if declared:
+        autoremat.declare_pure(silu)
+    cells = list(cells_of("", (module, inputs), torch.float32, (None, 0.7, 1) if declared else (None,), reference))
+    for cell in cells:
+        check(cell, ROUNDING[torch.float32])
+    decisions = [value.decision for value in autoremat.reports()[-1].values if "triton_kernel" in value.op]
+    # Once the interpreter has run, torch reads no kernel and assumes that it writes all its operands.
+    assert len(decisions) in (4, 8)
+    assert (Decision.RECOMPUTED in decisions) == declared
+    assert all(cell.has_equal_bits for cell in cells)
+    assert not declared or cells[-1].measured_bytes < cells[0].measured_bytes

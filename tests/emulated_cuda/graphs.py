@@ -1,12 +1,9 @@
-"""Recording of CUDA graphs on the emulated card: kernels run while they are recorded, and allocate in the pool of the graphs.
-
-Torch's own manager of CUDA graphs runs unchanged. It warms a function up in the pool, and records it in the next step, with
-copies of its inputs in the pool. The card cannot replay what it recorded, so a third step raises an error.
-"""
+"""Streams, events and CUDA graphs of the emulated card. Graphs are recorded by torch's own manager, and are not replayed."""
 
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 import torch
@@ -84,3 +81,47 @@ def install(library: ctypes.CDLL) -> None:
     )  # fmt: skip
     for name in nothing:
         setattr(bindings, name, lambda *_: None)
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Stream(torch.Stream):
+    """A stream: a number that is the current one of a thread, or not."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> Any:
+        return super().__new__(cls, **known) if known else super().__new__(cls, DEVICE, priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle of the driver: the stream's number."""
+        return int(self.stream_id)
+
+
+class Event(torch.Event):
+    """An event by the host's clock."""
+
+    def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
+        return super().__new__(cls, DEVICE, enable_timing=enable_timing)
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream or torch.cuda.current_stream())
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Any) -> float:
+        """Returns the milliseconds from this event to ``end``."""
+        return float(1e3 * (end.seconds - self.seconds))
+
+
+def _numbers(stream: torch.Stream) -> tuple[int, int, int]:
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def install_streams() -> None:
+    """Makes streams and events those of `torch.cuda`."""
+    torch.cuda.Stream = torch.cuda.streams.Stream = Stream  # type: ignore[misc,attr-defined]
+    torch.cuda.Event = torch.cuda.streams.Event = Event  # type: ignore[misc,attr-defined]
+    bindings: Any = torch._C
+    bindings._cuda_getCurrentStream = lambda device: _numbers(torch.accelerator.current_stream(DEVICE))
+    bindings._cuda_getDefaultStream = lambda device: (0, DEVICE.index, Stream().device_type)
+    bindings._cuda_setStream = lambda **numbers: torch.accelerator.set_stream(torch.Stream(**numbers))

@@ -27,29 +27,11 @@ def _erf(x: Any) -> Any:
 
 
 MATHEMATICS: dict[str, Callable[..., Any]] = {
-    "abs": np.abs,
-    "ceil": np.ceil,
-    "cos": np.cos,
-    "erf": _erf,
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "expm1": np.expm1,
-    "floor": np.floor,
-    "fmod": np.fmod,
-    "log": np.log,
-    "log1p": np.log1p,
-    "log2": np.log2,
-    "nearbyint": np.rint,
-    "pow": np.power,
-    "rint": np.rint,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "sin": np.sin,
-    "sqrt": np.sqrt,
-    "tan": np.tan,
-    "tanh": np.tanh,
-    "trunc": np.trunc,
-}
+    **{name: getattr(np, name) for name in ("abs", "ceil", "cos", "exp", "exp2", "expm1", "floor", "fmod", "log", "log1p")},
+    **{name: getattr(np, name) for name in ("log2", "rint", "sin", "sqrt", "tan", "tanh", "trunc")},
+    "erf": _erf, "nearbyint": np.rint, "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}  # fmt: skip
 PREDICATES: dict[str, Callable[..., Any]] = {"isnan": np.isnan, "isinf": np.isinf, "signbit": np.signbit}
 
 
@@ -79,10 +61,7 @@ def _with_dense_operands(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_large_blocks(init: Callable[..., None]) -> Callable[..., None]:
-    """Returns the constructor of Inductor's tuner with one configuration, of the largest block that masks rely on.
-
-    Constants of the user's kernels join the configuration, because the interpreter takes none by other ways.
-    """
+    """Returns the tuner's constructor with one configuration, of the largest block that masks rely on, and constants."""
 
     def call(self: Any, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)

@@ -71,18 +71,13 @@ class Masked:
         batch, length, _ = x.shape
         heads = x.view(batch, length, 4, 16).transpose(1, 2)
         masks: dict[str, Callable[[], Tensor | None]] = {
-            "none": lambda: None,
-            "bool": lambda: (scores > 0)[:, None],
-            "number": lambda: scores[:, None],
-            "of all": lambda: (scores > 0)[0],
-            "number of all": lambda: scores[0],
-            "of heads": lambda: scores[:, None].expand(-1, 4, -1, -1),
-            "three": lambda: scores[:1].expand(4, -1, -1),
+            "none": lambda: None, "bool": lambda: (scores > 0)[:, None], "number": lambda: scores[:, None],
+            "of all": lambda: (scores > 0)[0], "number of all": lambda: scores[0],
+            "of heads": lambda: scores[:, None].expand(-1, 4, -1, -1), "three": lambda: scores[:1].expand(4, -1, -1),
             "of keys": lambda: (scores > 0)[:, None, :1],
             "of queries": lambda: (scores > 0)[:, None, :, :1].expand(-1, -1, -1, length),
-            "learned": lambda: x.sum() * scores[:, None],
-            "across": lambda: scores.transpose(1, 2)[:, None],
-        }
+            "learned": lambda: x.sum() * scores[:, None], "across": lambda: scores.transpose(1, 2)[:, None],
+        }  # fmt: skip
         out = F.scaled_dot_product_attention(
             heads, heads, heads, masks[self.form](), self.dropout, is_causal=self.form == "none"
         )

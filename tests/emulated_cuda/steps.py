@@ -113,10 +113,7 @@ def on_card(built: tuple[nn.Module, tuple[Tensor, ...]], dtype: torch.dtype = to
 
 
 def relative_error(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
-    """Returns the largest distance of a gradient from its reference, as a share of the reference's norm.
-
-    A norm counts as at least 1 % of the largest one: the bias before a batch norm has a gradient of nothing but rounding.
-    """
+    """Returns the largest distance of a gradient from its reference, as a share of its norm or of 1 % of the largest."""
     assert len(found) == len(wanted)
     pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True)]
     scale = max(float(b.norm()) for _, b in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,58 +14,34 @@ from triton.backends.driver import DriverBase
 from emulated_cuda.card import CAPABILITY, PROCESSORS, PROPERTIES, SHARED_MEMORY_BYTES
 
 
+def answering(answer: Any) -> Callable[..., Any]:
+    """Returns a method that answers so whatever it is asked."""
+    return lambda self, *_, **__: answer
+
+
+def without_clock(self: Any) -> Any:
+    raise NotImplementedError("an emulated card has no clock")
+
+
 class Driver(DriverBase):  # type: ignore[misc]
     """Describes the card. Kernels are compiled for it, and run by the interpreter, but never launched."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda device: {
-            "max_shared_mem": SHARED_MEMORY_BYTES,
-            "multiprocessor_count": PROCESSORS,
-            "sm_clock_rate": PROPERTIES.clock_rate,
-            "mem_clock_rate": PROPERTIES.memory_clock_rate,
+            "max_shared_mem": SHARED_MEMORY_BYTES, "multiprocessor_count": PROCESSORS,
+            "sm_clock_rate": PROPERTIES.clock_rate, "mem_clock_rate": PROPERTIES.memory_clock_rate,
             "mem_bus_width": PROPERTIES.memory_bus_width,
         }
-    )
-
-    def __init__(self) -> None:
-        pass
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, kind: str) -> str:
-        return "int"
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> Any:
-        return torch.device("cuda", 0)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        pass
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        return CAPABILITY
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError("an emulated card has no clock")
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-    def get_empty_cache_for_benchmark(self) -> Any:
-        raise NotImplementedError("an emulated card has no clock")
-
-    def clear_cache(self, cache: Any) -> None:
-        pass
+    )  # fmt: skip
+    is_active = classmethod(answering(True))
+    map_python_to_cpp_type = answering("int")
+    get_current_target = answering(GPUTarget("cuda", 90, 32))
+    get_active_torch_device = answering(torch.device("cuda", 0))
+    get_current_device = get_current_stream = answering(0)
+    get_device_capability = answering(CAPABILITY)
+    get_device_interface = answering(torch.cuda)
+    __init__ = set_current_device = clear_cache = answering(None)
+    get_benchmarker = get_empty_cache_for_benchmark = without_clock
 
 
 def install() -> None:
