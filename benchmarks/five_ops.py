@@ -143,7 +143,7 @@ def figures(found: Stages) -> Iterator[str]:
     yield f"{forward} ops of the forward and {len(graph.ops) - forward} ops of the backward"
     yield f"{len(graph.values)} values"
     yield f"{graph.step_seconds * 1e3:.2f} ms"
-    yield f"{len(planned.planner.search.candidates)} candidates"
+    yield f"{len(planned.planner.plans)} starts"
     yield f"{planned.code_headroom_bytes:,} bytes"
     yield f"{planned.report.reference_bytes:,} bytes"
     yield f"{planned.report.budget_bytes:,} bytes"

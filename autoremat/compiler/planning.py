@@ -22,10 +22,8 @@ from autoremat.planner.multigraph.fronts import front_of, point_of
 from autoremat.planner.multigraph.ledger import KnownBorders
 from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
-from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.bound_forms import BoundForms, set_aside
-from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.plan_source import PlanSource
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
@@ -277,17 +275,17 @@ def planner_of(
     constrained = Constraints(options.save, options.recompute, policy, exact=is_exact).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
     bound = constrained.bound_values
-    wanted = (constrained.graph, bound, [candidate.plan.schedule for candidate in given], soft_budget)
+    wanted = (constrained.graph, bound, [plan.schedule for plan in given], soft_budget)
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
     if known is not None:
         return known, constrained
-    strategies, host, graph = EVERY_STRATEGY, request.limits.host_bytes, constrained.graph
+    host, graph = request.limits.host_bytes, constrained.graph
     if bound:
         inner, left = set_aside(graph, bound, host)
-        searched = new_planner(inner, request.options.time_limit, given, soft_budget, left, strategies)
+        searched = new_planner(inner, request.options.time_limit, given, soft_budget, left)
         planner: PlanSource = BoundForms(searched, graph, bound, host)
     else:
-        planner = new_planner(graph, request.options.time_limit, given, soft_budget, host, strategies)
+        planner = new_planner(graph, request.options.time_limit, given, soft_budget, host)
     earlier.searches.append((wanted, planner))
     return planner, constrained
 
@@ -295,13 +293,12 @@ def planner_of(
 def new_planner(
     graph: Graph,
     time_limit: float,
-    given: tuple[Candidate, ...],
+    given: tuple[Plan, ...],
     soft_budget: int | None,
     host_bytes: int | None,
-    strategies: Strategies,
 ) -> PlanSource:
     """Returns the search that trains models. Another :class:`PlanSource` can take its place here."""
-    return Planner(graph, time_limit, strategies, given=given, soft_budget_bytes=soft_budget, host_bytes=host_bytes)
+    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget, host_bytes=host_bytes)
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:
@@ -337,8 +334,8 @@ def search(
     if time is not None and limit is None:
         return planner.least_peak(time)
     if not context.request.limits.is_bounded and constrained.candidate is not None:
-        constrained.candidate.plan.check()
-        return planner.judge(constrained.candidate.plan, None)
+        constrained.candidate.check()
+        return planner.judge(constrained.candidate, None)
     return planner.find(limit, acceptance(priced, context))
 
 

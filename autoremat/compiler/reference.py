@@ -13,8 +13,8 @@ from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
 from autoremat.passes import is_layout_copy
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.starts import Starts
 
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked without a budget. It takes seconds for a thousand ops."""
@@ -104,7 +104,7 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     if told or priced.joint.is_region or not context.request.fuses:
         return None
     if len(priced.graph.ops) > MOST_OPS:
-        plan: Plan | None = Search(priced.graph).least_traffic()
+        plan: Plan | None = Starts(priced.graph).least_traffic()
     else:
         now("asking for torch's own partition")
         plan = priced.torchs_plan()

@@ -14,8 +14,9 @@ from autoremat.planner.exact import annealing, integer_program
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import single_phase
-from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
+from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.starts import Starts
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.portfolio
@@ -27,7 +28,7 @@ Solver = Callable[[Graph, int | None, float, int], PlanningResult]
 def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
     """Returns the result of the integer program alone, of more columns for more time."""
     deadline = time.monotonic() + time_limit
-    start = single_phase.without_recomputation(graph) if graph.single_phase else Search(graph).save_what_constraints_allow()
+    start = single_phase.without_recomputation(graph) if graph.single_phase else Starts(graph).save_what_constraints_allow()
     found = single_phase.outcome([start], budget, single_phase.bounds_of(graph), 1)
     return integer_program.improve(graph, budget, found, 0.0, deadline, int(integer_program.settings.columns * time_limit))
 
@@ -38,7 +39,7 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
     search_share, good_gap = 1.0, settings.good_gap
     if graph.single_phase:
         search_share, good_gap = settings.single_phase_search_share, settings.single_phase_good_gap
-    found = single_phase.search(graph, budget, search_share * time_limit, EVERY_STRATEGY)
+    found = Planner(graph, search_share * time_limit).find(budget)
     found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
     return integer_program.improve(graph, budget, found, good_gap, begun + time_limit)
 
@@ -46,15 +47,15 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
 SOLVERS: dict[str, Solver] = {
     "auto": _by_all_means,
     "ilp": _by_integer_program,
-    "min_cut": lambda graph, budget, time_limit, seed: single_phase.search(graph, budget, time_limit, Strategies.CURVE),
+    "min_cut": lambda graph, budget, time_limit, seed: Planner(graph, time_limit, moves=False).find(budget),
 }
 """Solvers by name.
 
 | name | method |
 |---|---|
-| ``auto`` | search, then annealing, then the integer program of small graphs |
+| ``auto`` | local search, then annealing, then the integer program of small graphs |
 | ``ilp`` | integer program, from nothing; not for graphs that fuse |
-| ``min_cut`` | minimum cuts without segments |
+| ``min_cut`` | minimum cuts without the local search |
 """
 
 

@@ -28,51 +28,60 @@ class SegmentationSettings:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Peak-aware search: minimum cuts, segmentations, greedy fill (:mod:`autoremat.planner.search`)."""
+    """Minimum cuts and the local search from them (:mod:`autoremat.planner.search`)."""
 
-    candidates_share: float = 0.4
-    """Share of the work of a search after which no further candidate is simulated."""
-    plans_share: float = 0.8
+    starts_share: float = 0.4
+    """Share of the work of a search after which no further minimum cut is a start."""
+    plans_share: float = 0.9
     """Share of the work of a search after which no further plan is simulated. The lower bounds have the rest."""
+    least_peak_share: float = 0.8
+    """Work of the search for the least peak, as a share of that of a search for a budget."""
+    quick_share: float = 0.2
+    """Work of the first moves towards the least peak, as a share of that of a search for a budget."""
     curve_points: int = 12
     """Maximum number of minimum cuts."""
-    segmentation_work: int = 2000
-    """Number of segmentations per minimum cut, times the number of forward ops (see
-    :func:`~autoremat.planner.search.candidates.effort`). They are spread over the segmentations without recomputed cuts. All
-    segmentations are also tried with their smallest saved set."""
-    segmentation_limits: tuple[int, int] = (2, 8)
-    """Minimum and maximum number of segmentations per minimum cut."""
-    fill_work: int = 4000
-    """Number of candidates to fill, times the number of forward ops. They are spread over the peaks of the Pareto front."""
-    fill_limits: tuple[int, int] = (4, 12)
-    """Minimum and maximum number of candidates to fill."""
-    fill_rounds: int = 8
-    """Maximum number of rounds of greedy fill for one candidate."""
-    recreation_gain: float = 0.001
-    """Ruin and recreate ends at a plan that costs at most this share of the step more than the cheapest plan of any peak."""
-    recreation_bases: int = 2
-    """Number of filled candidates that ruin and recreate improves, each of another segmentation."""
-    recreation_work: int = 20_000
-    """Number of trials of ruin and recreate in a row without an improvement after which it ends, times the number of forward
-    ops."""
-    recreation_limits: tuple[int, int] = (10, 40)
-    """Minimum and maximum of that number of trials."""
-    recreation_trials: int = 5
-    """Maximum number of all trials, as a multiple of that number."""
-    recreation_values: int = 4
-    """Maximum number of saved values that a trial drops, and of recomputed values that it saves instead."""
-    schedule_gap: float = 0.02
-    """Distance to the lower bound, as a share of the step, from which ruin and recreate improves the schedule of a plan."""
+    near: int = 4
+    """Number of starts on each side of a budget that the local search solves."""
+    improved: int = 2
+    """Number of solved starts, the cheapest, from which trials begin."""
+    trial_work: int = 15_000
+    """Number of trials in a row without an improvement after which they end, times the number of forward ops."""
+    trials: tuple[int, int] = (16, 96)
+    """Minimum and maximum of that number."""
+    stretches: int = 8
+    """A ruined stretch is at most this part of the backward."""
+    ruined_gaps: int = 4
+    """Most gaps in which a trial drops values."""
+    shortest_gap: int = 8
+    """Executions between two uses, above which a trial may drop a value there."""
+    options: int = 24
+    """Number of ranges whose drops are priced at one execution, the largest first."""
+    executions: int = 6
+    """Number of full executions at which no drop helps, after which a batch ends."""
+    refusals: int = 8
+    """Number of single drops in a row that the simulator refuses, after which a plan is not brought further down."""
+    lowest_starts: int = 3
+    """Number of starts, those of the least peaks, of the search for the least peak."""
+    step: float = 0.03
+    """Share of the least peak found by which the next target is lower."""
+    good_gap: float = 0.001
+    """Distance to the lower bound, as a share of the step, at which a search ends."""
+    good_peak_gap: float = 0.001
+    """Distance to the proven bound, as a share of it, at which the search for the least peak ends."""
+    large_gain: float = 0.3
+    """Share of the cost above the least one by which stays must lower it, to leave out trials without stays."""
+    front_starts: int = 2
+    """Number of starts on each side of such a level that are solved."""
+    peak_levels: int = 8
+    """Number of levels of the peak to which plans are brought down if a graph shares its budget with others."""
     saved_levels: int = 8
-    """Number of levels of saved bytes to which memory is filled if a graph shares its budget with others."""
-    peak_levels: int = 3
-    """Number of levels of the peak to which memory is filled if a graph shares its budget with others."""
+    """Number of levels of the saved bytes for which plans are found if a graph shares its budget with others."""
     soft_budget_cost: float = 0.05
     """Maximum cost of a plan within the soft budget over the fastest plan, as a share of the step, by the cost model."""
     time_levels: int = 128
-    """Number of equal steps between the minimum peak found and the peak of the fastest plan, for a budget of time."""
-    time_stride: int = 4
-    """Number of these steps by which ruin and recreate descends, while its plans keep to the time."""
+    """Number of equal steps between the bound on the peak and the peak of the fastest plan, for a budget of time."""
+    time_patience: float = 0.33
+    """Share of the trials of a search that one of these steps has."""
     free_slowdown: float = 0.005
     """Share of the step that ``max_slowdown="free"`` allows. Repeated measurements of one step differ by more."""
     splits: int = 4
@@ -106,28 +115,6 @@ class BoundSettings:
 
 
 @dataclass(frozen=True)
-class LeastPeakSettings:
-    """The search for the least peak (:mod:`autoremat.planner.search.least_peak`)."""
-
-    share: float = 0.5
-    """Its work, as a share of that of a search for a budget."""
-    moves_share: float = 0.7
-    """Share of that work after which no further move begins. The rest leaves needless recomputation out."""
-    starts: int = 3
-    """Number of candidates, those of the least peaks, from which it starts."""
-    step: float = 0.01
-    """Share of the least peak found by which the next target is lower."""
-    executions: int = 6
-    """Number of the fullest executions at which moves are tried before the search gives up."""
-    moves: int = 24
-    """Maximum number of moves at one execution. Those that drop the largest values come first."""
-    good_gap: float = 0.001
-    """Distance to the proven bound, as a share of it, at which the search ends."""
-    patience: int = 24
-    """Number of trials of ruin and recreate in a row without an improvement after which it ends."""
-
-
-@dataclass(frozen=True)
 class PlacementSettings:
     """Stays that make a schedule fit (:mod:`autoremat.planner.search.placement`)."""
 
@@ -140,55 +127,29 @@ class PlacementSettings:
 
 
 @dataclass(frozen=True)
-class JointSearchSettings:
-    """Joint choice of recomputation and stays (:mod:`autoremat.planner.search.joint_search`)."""
+class StaysSearchSettings:
+    """Joint choice of recomputation and stays (:mod:`autoremat.planner.search.stays_search`)."""
 
-    worthwhile: float = 0.001
-    """Share of the step by which a plan must cost more than the lower bound, to be improved."""
-    large_gain: float = 0.3
-    """Share of the cost above that plan by which stays must lower it, to leave out ruin and recreate without stays."""
     levels: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Peaks to which candidates are filled and brought down by stays, as shares of the bytes that the link carries."""
-    bases: int = 2
-    """Number of candidates that are filled to each of these peaks."""
-    forward_points: int = 32
-    """Number of points of the forward in the linear program."""
-    backward_points: int = 48
-    """Number of points of the backward in the linear program."""
+    """Peaks that stays bring down to the budget, as shares of the bytes that the link carries beyond it."""
+    peak_levels: int = 5
+    """Number of peaks to which a plan is brought down at most, for the least peak."""
     program_budgets: tuple[float, ...] = (1.0, 1.0, 0.97, 0.94)
     """Budgets of the linear programs, as shares of the budget. Each program knows the bytes of the plan of the one before."""
     program_work: int = 4_400
     """Forward ops times the programs in a row that bring no cheaper plan, after which no further one is solved."""
-    program_limits: tuple[int, int] = (1, 4)
-    """Minimum and maximum number of these programs."""
+    most_programs: int = 4
+    """Maximum of that number."""
+    forward_points: int = 32
+    """Number of points of the forward in the linear program."""
+    backward_points: int = 48
+    """Number of points of the backward in the linear program."""
     thresholds: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of a value in the solution from which it is saved."""
-    program_segmentations: int = 3
-    """Number of segmentations for each saved set of the linear program."""
     program_seconds: float = 30.0
     """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
-    trial_work: int = 42_000
-    """Forward ops times the trials of ruin and recreate without an improvement."""
-    trial_limits: tuple[int, int] = (20, 100)
-    """Minimum and maximum number of these trials."""
-    mended_plans: int = 3
-    """Number of plans whose saved sets are mended: the cheapest that no stays bring down."""
-    mending_rounds: int = 6
-    """Most rounds that drop values of such a saved set: one where the peak is, and one at each place nearly as high."""
-    mending_share: float = 0.95
-    """Share of the peak that counts as nearly as high."""
-    mending_values: int = 4
-    """Number of ranks by size, of which the values of the best one are dropped at all places."""
-    least_peak_plans: int = 8
-    """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
-    least_peak_work: int = 36_000
-    """Forward ops times the rounds in which values are dropped from the plan that saves most, for the least peak."""
-    least_peak_rounds: tuple[int, int] = (4, 24)
-    """Minimum and maximum number of these rounds."""
-    least_peak_descents: int = 4
-    """Number of these plans that are brought down: those that stays could bring down most."""
-    least_peak_levels: int = 5
-    """Number of peaks to which each of them is brought down at most."""
+    trial_levels: tuple[float, ...] = (1.0, 0.99, 0.97)
+    """Peaks of the plans of trials before stays, as shares of that of the cheapest plan."""
 
 
 @dataclass(frozen=True)
@@ -306,9 +267,8 @@ class PlannerSettings:
     search: SearchSettings = SearchSettings()
     forms: FormSettings = FormSettings()
     bound: BoundSettings = BoundSettings()
-    least_peak: LeastPeakSettings = LeastPeakSettings()
     placement: PlacementSettings = PlacementSettings()
-    joint_search: JointSearchSettings = JointSearchSettings()
+    stays_search: StaysSearchSettings = StaysSearchSettings()
     local_search: LocalSearchSettings = LocalSearchSettings()
     annealing: AnnealingSettings = AnnealingSettings()
     integer_program: IntegerProgramSettings = IntegerProgramSettings()

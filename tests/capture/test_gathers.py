@@ -215,7 +215,7 @@ def test_tighter_budgets_gather_more_and_faster_links_cost_less(world):
     tensors, added = inputs(world, layers=8), {}
     for rate in (1e9, 1e10):
         planner = Planner(captured(sharded_step, *tensors, interconnect_bandwidth=rate).graph)
-        most, least = planner.baseline.peak_bytes, planner.search.smallest.peak_bytes
+        most, least = planner.baseline.peak_bytes, planner.smallest.peak_bytes
         plans = [planner.find(budget).plan for budget in (most, (most + least) // 2, least)]
         repeated = [sum(planner.graph.ops[index].target == GATHER for index in plan.recomputed) for plan in plans]
         assert 0 == repeated[0] < repeated[1] < repeated[2]

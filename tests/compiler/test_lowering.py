@@ -21,9 +21,9 @@ from autoremat import Report, track_peak
 from autoremat.capture.capture import Capture
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.planner.memory.allocations import FREED
-from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.starts import Starts
 from autoremat.torch_private import inductor_lowering
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")]
@@ -171,10 +171,10 @@ def test_no_planner_outlives_its_compilation():
         gc.collect()
         return sum(type(thing) in kinds for thing in gc.get_objects())  # torch has objects that warn of `isinstance`
 
-    before, partitioners = alive(Planner, PlanningResult, Search, Capture), alive(Partitioner)
+    before, partitioners = alive(Planner, PlanningResult, Starts, Capture), alive(Partitioner)
     compiled(torch.ones(64, 24)).sum().backward()
     assert alive(Partitioner) == partitioners + 1
-    assert alive(Planner, PlanningResult, Search, Capture) == before
+    assert alive(Planner, PlanningResult, Starts, Capture) == before
     assert autoremat.reports()[-1].plan is not None
 
 

@@ -20,7 +20,7 @@ from autoremat.options.options import Options
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import ROUNDING
-from autoremat.planner.search.time_budget import Descent, TimeBudget
+from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
 from autoremat.tools.explain import Preview, previews
 
@@ -57,16 +57,11 @@ def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, al
 
 @settings(max_examples=40)
 @given(graphs())
-def test_a_larger_slowdown_ends_at_no_higher_level(graph):
-    budgets = []
-    for allowed in SLOWDOWNS:
-        planner = Planner(graph, 60.0)
-        descent = Descent(planner.search, TimeBudget(planner.fastest(), allowed))
-        descent.run()
-        budgets.append(descent.bytes_at(descent.level))
-        assert descent.best is not None
-        assert descent.best.peak_bytes <= budgets[-1]
-    assert budgets == sorted(budgets, reverse=True)
+def test_a_larger_slowdown_never_ends_at_a_higher_peak(graph):
+    planners = [Planner(graph, 60.0) for _ in SLOWDOWNS]
+    pairs = zip(planners, SLOWDOWNS, strict=True)
+    peaks = [planner.least_peak(TimeBudget(planner.fastest(), allowed)).plan.peak_bytes for planner, allowed in pairs]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_peaks_of_a_chain_fall_with_the_allowed_time():
@@ -74,18 +69,15 @@ def test_peaks_of_a_chain_fall_with_the_allowed_time():
     plans = [planner.least_peak(TimeBudget(planner.fastest(), allowed)).plan for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
     found = [(plan.peak_bytes // MIB, len(plan.recomputed)) for plan in plans if plan is not None]
     assert found[:4] == [(25, 0), (23, 2), (21, 4), (16, 9)]
-    assert plans[-1].peak_bytes == planner.search.smallest.peak_bytes
+    assert plans[-1].peak_bytes < plans[-2].peak_bytes
 
 
-def test_the_peak_is_never_above_that_without_a_budget(monkeypatch):
+def test_the_peak_is_never_above_that_without_a_budget():
     planner = Planner(training_chain(24, size=MIB), 60.0, soft_budget_bytes=24 * MIB)
     without_budget = planner.choose(None)
     assert without_budget.peak_bytes < planner.fastest().peak_bytes
     time = TimeBudget(without_budget, 0.0)
     assert planner.least_peak(time).plan.peak_bytes <= without_budget.peak_bytes
-    planner.restart()
-    monkeypatch.setattr(planner.search, "fill", lambda budget: None)
-    assert planner.least_peak(time).plan is without_budget
 
 
 def test_a_stored_plan_and_a_step_profile_exclude_it(tmp_path):

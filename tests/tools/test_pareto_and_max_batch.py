@@ -127,7 +127,7 @@ def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
         first = plan_graph(preview.priced, preview.context, earlier)
         passed[0] += 1000.0
         assert first.gain(first.report.budget_bytes // -10) > 0.0
-        assert not first.planner.search.is_limited
+        assert not first.planner.limit.interrupted
         passed[0] += 1000.0  # the graph is traced again
         again = plan_graph(preview.priced, preview.context, earlier)
         return not again.planning.interrupted and len(earlier.searches) == 1

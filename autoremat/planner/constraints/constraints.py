@@ -26,7 +26,6 @@ from autoremat.planner.constraints.policies import Policy, Region
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Trait
 from autoremat.planner.graph.schedule import Segments, build_schedule
-from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 
 SavePattern = str | tuple[str, str]
@@ -41,7 +40,7 @@ class ConstrainedGraph:
     """A graph whose ops carry all constraints, and the plan of the policy, if there is a policy."""
 
     graph: Graph
-    candidate: Candidate | None = None
+    candidate: Plan | None = None
     bound_values: frozenset[int] = frozenset()
     """The values that are kept in the one form that they have, if they cross into the backward."""
     warnings: tuple[str, ...] = ()
@@ -171,7 +170,7 @@ class _Application:
         candidate = None if self.constraints.policy is None else self._candidate(graph, recomputed)
         return ConstrainedGraph(graph, candidate, bound)
 
-    def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Candidate:
+    def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Plan:
         saved = frozenset(v for i, op in enumerate(self.forward.ops) if i not in recomputed for v in op.outputs)
         label = f"policy {self.constraints.policy}, {len(self.regions)} regions"
         segments = self._segments()
@@ -181,7 +180,7 @@ class _Application:
                 f"policy={self.constraints.policy} recomputes nothing: the backward reads no result of its regions, only "
                 "results that other ops compute from them"
             )
-        return Candidate(plan, Segmentation(segments, frozenset(), f"{label},"))
+        return plan
 
     def _segments(self) -> Segments:
         """Returns one segment per region, each with the ops that follow it.

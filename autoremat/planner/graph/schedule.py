@@ -19,7 +19,7 @@ from autoremat.planner.graph.graph import Graph
 T = TypeVar("T")
 
 REMEMBERED = 4
-"""Number of schedules: those that a joint search builds together, before it chooses stays for them."""
+"""Number of schedules: those that a search builds together, before it chooses stays for them."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Search for a plan: minimum cuts, segments, greedy fill, lower bounds and the Pareto front."""
+"""Search for a plan: minimum cuts, a local search, stays, lower bounds and the Pareto front."""

@@ -19,7 +19,7 @@ from autoremat.planner.graph.arrays import Flags, Numbers
 from autoremat.planner.graph.forms import Engine, Form
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.memory.fusion import fusion_in
-from autoremat.planner.memory.live_ranges import Buffers, LiveRange
+from autoremat.planner.memory.live_ranges import Buffers
 from autoremat.planner.plans.plan import Plan
 
 
@@ -100,34 +100,11 @@ class GroupedPlan:
         found: Numbers = self.bytes + np.cumsum(change)[:-1] - others
         return found
 
-    def excess(self, budget: int, level: int) -> tuple[int, int]:
-        """Returns the least bytes under any stays, at least ``budget``, and the number of groups above ``level`` bytes then."""
-        return max(budget, self.least_bytes), int((self._least_bytes_at > level).sum())
-
-    def in_the_way(self, level: int) -> list[frozenset[int]]:
-        """Returns saved values that are live where no stays free enough for ``level`` bytes.
-
-        The first set has the largest value at the fullest group of each stretch of such groups, the next one the second
-        largest.
-        """
-        over = np.flatnonzero(self._least_bytes_at > level)
-        found: dict[int, set[int]] = {}
-        for stretch in np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if len(over) else []:
-            for rank, value in enumerate(self._in_the_way_at(int(stretch[self._least_bytes_at[stretch].argmax()]))):
-                found.setdefault(rank, set()).add(value)
-        return [frozenset(found[rank]) for rank in sorted(found)]
-
-    def _in_the_way_at(self, group: int) -> list[int]:
-        """Returns the saved values that are live at a group under any stays. The largest come first."""
-        first, last = self.begins[group], self.ends[group]
-        away = {one.value for one in self.storables if one.free < group < one.need}
-        live = {r.value: r.bytes for r in self._saved_ranges if r.start <= last and r.end >= first}
-        return sorted(live.keys() - away, key=lambda value: (-live[value], value))
-
-    @cached_property
-    def _saved_ranges(self) -> list[LiveRange]:
-        saved = frozenset(self.plan.saved)
-        return [one for one in self.plan.timeline.live_ranges.of_values() if one.value in saved]
+    @property
+    def least_bytes_at_executions(self) -> Numbers:
+        """For each execution, the bytes of its group while all values are away that could be."""
+        found: Numbers = np.repeat(self._least_bytes_at, self.ends - self.begins + 1)
+        return found
 
     @cached_property
     def store_rate(self) -> float:

@@ -42,7 +42,7 @@ from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
 
-settings = SETTINGS.joint_search
+settings = SETTINGS.stays_search
 
 MILLISECOND, GIBIBYTE = 1e-3, float(2**30)
 """Units of the program, for the solver's tolerances."""

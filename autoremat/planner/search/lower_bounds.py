@@ -51,8 +51,11 @@ ROUNDING = 1e-9
 class Bounds(Protocol):
     """Lower bounds on all plans of a graph."""
 
-    def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits."""
+    def seconds(self, budget: int, traffic: bool = True) -> float:
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits.
+
+        Without ``traffic``, it is one on their added seconds.
+        """
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""

@@ -132,8 +132,8 @@ def policy_points(graph: Graph) -> Iterator[Point]:
         with warnings.catch_warnings():  # a policy without effect is left out below, so its warning is redundant
             warnings.simplefilter("ignore", ConstraintWarning)
             ordered = Constraints(policy=policy, exact=True).apply(graph)
-        if ordered.candidate is not None and ordered.candidate.plan.recomputed:
-            yield point_of(ordered.candidate.plan, POLICY, label)
+        if ordered.candidate is not None and ordered.candidate.recomputed:
+            yield point_of(ordered.candidate, POLICY, label)
 
 
 def undominated(points: Iterable[Point]) -> list[Point]:

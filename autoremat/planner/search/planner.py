@@ -1,4 +1,4 @@
-"""The planner of one training step: from a graph and a budget to a checked plan with lower bounds."""
+"""The planner of one step: from a graph and a budget to a checked plan with lower bounds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
-from autoremat.planner.search.joint_search import JointSearch
-from autoremat.planner.search.least_peak import recreated
-from autoremat.planner.search.lower_bounds import Moments
+from autoremat.planner.search.local_search import LocalSearch, pareto
+from autoremat.planner.search.lower_bounds import Bounds, Moments
+from autoremat.planner.search.placement import MANY, relieving
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.time_budget import Descent, TimeBudget
-from autoremat.planner.search.work_limit import CHECK, WorkLimit
+from autoremat.planner.search.single_phase import OnePhaseBounds, OnePhaseStarts
+from autoremat.planner.search.starts import Starts
+from autoremat.planner.search.stays_search import StaysSearch, lowest_with_stays
+from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.planner.search.work_limit import CHECK, PLACEMENT, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -38,39 +40,37 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @dataclass
 class Planner:
-    """Plans one training step. ``baseline`` is available at once, because a budget can be a share of its peak."""
+    """Plans one step. ``baseline`` is available at once, because a budget can be a share of its peak."""
 
     graph: Graph
     time_limit: float = 10.0
     """Limit in seconds, of which follows the work of the search (:mod:`autoremat.planner.search.work_limit`)."""
-    strategies: Strategies = EVERY_STRATEGY
-    given: tuple[Candidate, ...] = ()
-    """Candidates from outside the search, such as a policy's schedule."""
+    moves: bool = True
+    """False for the minimum cuts alone, without the local search."""
+    given: tuple[Plan, ...] = ()
+    """Plans from outside the search, such as a policy's."""
     soft_budget_bytes: int | None = None
     """Peak that a plan without a budget stays below, unless that costs much time. The fastest plan may save little time for
     much more memory."""
     host_bytes: int | None = None
     """Bound on the bytes of stays on the host; None: no bound."""
+    found: list[Plan] = field(default_factory=list, init=False)
+    """Plans found for budgets, kept so that a later, larger budget never costs more than an earlier one."""
 
     def __post_init__(self) -> None:
         self.limit = WorkLimit(self.time_limit)
-        self.search = Search(self.graph, self.limit, self.strategies, self.given)
-        with self.limit.unit():
-            self.moments = Moments(self.graph, self.search.mincut)
-        if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
-            self.search.joint = JointSearch(self.search, self.moments, self.host_bytes)
-        self.baseline = self.search.save_everything()
+        graph, limit = self.graph, self.limit
+        self.has_forms = any(value.forms for value in graph.values) and not graph.single_phase
+        if graph.single_phase:
+            self.starts: Starts | OnePhaseStarts = OnePhaseStarts(graph, limit)
+            self.moments: Bounds = OnePhaseBounds(graph, limit)
+        else:
+            self.starts = starts = Starts(graph, limit)
+            with limit.unit():
+                self.moments = Moments(graph, starts.mincut)
+        self._seconds: dict[int, float] = {}
+        self.baseline = self.starts.save_everything()
         self.check(self.baseline, ignores_recompute=True)
-
-    @property
-    def smallest(self) -> Plan:
-        """The plan of the least peak among those that do not depend on the budget, without the search for it."""
-        return self.search.smallest
-
-    @property
-    def lowest(self) -> Plan:
-        """The plan of the minimum peak found, the same for every budget."""
-        return self.search.lowest
 
     @property
     def ended_by_clock(self) -> bool:
@@ -78,47 +78,210 @@ class Planner:
         return self.limit.ended_by_clock
 
     def restart(self) -> None:
-        """Begins a new search with all its work. Candidates stay; plans that were filled for other budgets go.
+        """Begins a new search with all its work. Starts stay; plans that were found for other budgets go.
 
         The plan for a budget therefore does not depend on earlier searches.
         """
-        self.search.restart()
+        self.limit.restart()
+        self.found.clear()
 
     def check(self, plan: Plan, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if ``plan`` breaks a rule, within the limit of the search. See :meth:`Plan.check`."""
         with self.limit.unit(CHECK * len(plan.sequence)):
             plan.check(ignores_recompute=ignores_recompute)
 
+    # -- plans that do not depend on the budget --------------------------------------------------------------------------
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """The minimum cuts and the given plans, without stays."""
+        return [*self.starts.plans, *self.given]
+
+    @cached_property
+    def smallest(self) -> Plan:
+        """The plan of the least peak that the first moves find, without the search for it."""
+        return self._lowered(quick=True)
+
+    @cached_property
+    def lowest(self) -> Plan:
+        """The plan of the minimum peak found. The search for it takes no work from one for a budget."""
+        return min(self.smallest, self._lowered(quick=False), key=_by_peak)
+
+    def _lowered(self, quick: bool) -> Plan:
+        """Returns the plan of the least peak found, without recomputation that this peak does not demand."""
+        lowest = min(self.plans, key=_by_peak)
+        if not self.moves:
+            return lowest
+        share = settings.quick_share if quick else settings.least_peak_share
+        with _without_garbage_collection(), self.limit.beside(share) as limit:
+            search, bound = LocalSearch(self.graph, limit), self._least_bytes()
+            found = search.bring_down(lowest, bound) if quick else search.least_peak(self.plans, bound)
+            found = min(lowest, search.fill(found, found.peak_bytes), key=_by_peak)
+            if self.has_forms:
+                found = lowest_with_stays(self.graph, limit, self.host_bytes, [found, *self.plans]) or found
+        self.check(found)
+        return found
+
+    @cached_property
+    def least_cost(self) -> float:
+        """Least cost of any plan in seconds: that of the first minimum cut."""
+        return min(plan.cost_seconds for plan in self.plans)
+
+    def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
+        """Returns the plan of least time, without a bound on memory."""
+        return min(self.plans, key=_by_cost) if accepts is None else self.choose(None, accepts=accepts)
+
+    def least_traffic(self) -> Plan:
+        """Returns the plan that recomputes only what saving would slow down."""
+        return self.starts.least_traffic()
+
+    # -- plans for a budget ----------------------------------------------------------------------------------------------
+
     def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
         """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
 
-        With ``accepts``, only plans that it admits count, out of those that :meth:`Search.spread_out` finds for all budgets. A
-        lower peak is not searched for then: what is accepted need not fall with the peak.
+        With ``accepts``, only plans that it admits count, out of those of :meth:`front`. A lower peak is not searched for then:
+        what is accepted need not fall with the peak.
         """
         best = self.choose(budget_bytes, accepts=accepts)
-        search, smallest, is_searched = self.search, self.search.smallest, False
-        if budget_bytes is not None and smallest.peak_bytes > budget_bytes and accepts is None:
-            smallest = search.lowest
-            is_searched = smallest.peak_bytes > budget_bytes
+        is_searched = best is None and accepts is None and self.moves
+        smallest = self.lowest if is_searched else min((*self.plans, *self.found), key=_by_peak)
         seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes)
         if best is not None and budget_bytes is not None and accepts is None:
-            best = self._recreated(best, budget_bytes, seconds)
             seconds = min(seconds, best.cost_seconds)
-        ends = (search.is_limited, self.ended_by_clock)
-        return PlanningResult(best, self.baseline, smallest, self._least_bytes(), seconds, search.simulated, *ends, is_searched)
+        return self._result(best, smallest, seconds, is_searched)
 
-    def _recreated(self, plan: Plan, budget: int, least_seconds: float) -> Plan:
-        """Returns ``plan``, improved by ruin and recreate on its schedule if it costs much more than ``least_seconds``."""
-        enough = least_seconds + settings.schedule_gap * self.graph.step_seconds
-        tries = Strategies.LOWER | Strategies.RECREATE in self.strategies and not self.graph.single_phase
-        if not tries or plan.schedule.stays or plan.cost_seconds <= enough:
-            return plan
-        with _without_garbage_collection(), self.limit.beside(self.limit.share_left) as limit:
-            found = recreated(plan, budget, enough, limit)
-        if found is not plan:
-            self.check(found)
-            self.search.lowered.append(found)  # so that a larger budget of this planner never costs more, until it restarts
+    def choose(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
+        """Returns the plan of :meth:`find` without the lower bounds."""
+        with _without_garbage_collection():
+            if accepts is not None:
+                fitting = (p for p in self.front() if (budget_bytes is None or p.peak_bytes <= budget_bytes) and accepts(p))
+                best = min(fitting, key=_by_cost, default=None)
+            elif budget_bytes is None:
+                best = self._without_budget()
+            else:
+                best = self._cheapest(budget_bytes)
+            if best is not None:
+                self.check(best)
+        return best
+
+    def _cheapest(self, budget: int, lowers: bool = True) -> Plan | None:
+        """Returns the cheapest plan found within ``budget`` bytes. If the starts lead to none and it ``lowers``, it is that of
+        the least peak."""
+        graph, limit, share = self.graph, self.limit, settings.plans_share
+        known = [plan for plan in (*self.plans, *self.found) if plan.peak_bytes <= budget]
+        best = min(known, key=_by_cost, default=None)
+        if not self.moves or (best is not None and best.cost_seconds <= self.least_cost):
+            return best
+        enough = max(self._least_seconds(budget), self.least_cost) + settings.good_gap * self.graph.step_seconds
+        if enough == math.inf:
+            return best
+
+        def suffices(plan: Plan) -> bool:
+            return plan.cost_seconds <= enough
+
+        starts = [plan for plan in (*self.plans, *self.found) if not plan.schedule.stays]
+        search, found = LocalSearch(graph, limit, share), list[Plan]()
+        if self.has_forms:
+            solved = search.solved(starts, budget, suffices)[:1]
+            with_stays = StaysSearch(graph, limit, share, budget, self.host_bytes).run([*starts, *solved], suffices)
+            found += filter(None, (*solved, with_stays))
+        if not found or not self._gains_much(found):
+            found += filter(None, [search.cheapest(starts, budget, suffices)])
+        if lowers and not found and best is None and self.lowest.peak_bytes <= budget:
+            is_bare = not self.lowest.schedule.stays
+            found += filter(None, [search.cheapest([self.lowest], budget, suffices) if is_bare else self.lowest])
+        self.found += found
+        return min((*known, *found), key=_by_cost, default=None)
+
+    def _gains_much(self, found: list[Plan]) -> bool:
+        """Returns True if stays make further trials without stays useless."""
+        bare = min((plan.cost_seconds for plan in found if not plan.schedule.stays), default=math.inf)
+        least = min(plan.cost_seconds for plan in found)
+        return least - self.least_cost < (1.0 - settings.large_gain) * (bare - self.least_cost)
+
+    def _without_budget(self) -> Plan | None:
+        """Returns the cheapest plan within the soft budget if that costs little time; else the fastest plan."""
+        fastest = min(self.plans, key=_by_cost)
+        below = None if self.soft_budget_bytes is None else self._cheapest(self.soft_budget_bytes, lowers=False)
+        if below is None:
+            return fastest
+        worth = below.cost_seconds - fastest.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds
+        return below if worth else fastest
+
+    def least_peak(self, time: TimeBudget) -> PlanningResult:
+        """Returns the plan of the least peak found that keeps to ``time``, if there is one.
+
+        Budgets are levels of a fixed grid. The outcome at one level depends on no other one, so the level at which the
+        bisection ends never rises with the allowed time. The lower bound on the cost is that for the plan's own peak.
+        """
+        given = [time.plan] if time.plan.graph is self.graph else []
+        best = min((plan for plan in (*self.plans, *given) if time.keeps(plan)), key=_by_peak, default=None)
+        if best is not None and self.moves:
+            with _without_garbage_collection():
+                best = self._descended(best, time)
+            self.check(best)
+        judged = self.judge(best or self.smallest, None)
+        return replace(judged, plan=best, smallest=self.smallest)
+
+    def _descended(self, best: Plan, time: TimeBudget) -> Plan:
+        least, most, fails, level = self.moments.peak_bytes(), best.peak_bytes, -1, settings.time_levels
+        while level - fails > 1:
+            middle = (fails + level) // 2
+            search = LocalSearch(self.graph, self.limit, settings.plans_share)
+            budget = least + (most - least) * middle // settings.time_levels
+            found = search.cheapest(self.plans, budget, time.keeps, settings.time_patience, improved=1)
+            if self.has_forms and (found is None or not time.keeps(found)):
+                stays = StaysSearch(self.graph, self.limit, settings.plans_share, budget, self.host_bytes)
+                found = stays.run(self.plans, time.keeps, thorough=False) or found
+            if found is not None and time.keeps(found):
+                level, best = middle, min(best, found, key=_by_peak)
+            else:
+                fails = middle
+        return best
+
+    def front(self) -> list[Plan]:
+        """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
+        if not self.moves:
+            return self.plans
+        with _without_garbage_collection():
+            return self._front
+
+    @cached_property
+    def _front(self) -> list[Plan]:
+        graph, limit, share = self.graph, self.limit, settings.plans_share
+        search, found = LocalSearch(graph, limit, share), [*self.plans, self.smallest]
+        least, most = self.smallest.peak_bytes, self.starts.save_what_constraints_allow().peak_bytes
+        levels = [least + (most - least) * step // settings.peak_levels for step in range(1, settings.peak_levels)]
+        for level in levels:
+            found += search.solved(found, level, lambda plan: False, near=settings.front_starts)
+        found += self._of_saved_bytes()
+        if self.has_forms:
+            bases = pareto([plan for plan in found if not plan.schedule.stays])
+            for level in levels:
+                with_stays = StaysSearch(graph, limit, share, level, self.host_bytes)
+                found += filter(None, [with_stays.run(bases, lambda plan: False, thorough=False)])
+            for base in bases:
+                if limit.has_passed(share):
+                    break
+                with limit.unit(3 * PLACEMENT * len(base.sequence)):
+                    found += relieving(base)
         return found
+
+    def _of_saved_bytes(self) -> list[Plan]:
+        """Returns plans of several amounts of saved bytes: those of a graph with very many open calls, within its budgets."""
+        many = replace(self.graph, in_flight=MANY)
+        starts = [Plan.of(many, plan.schedule, plan.label) for plan in self.plans]
+        search, peaks = LocalSearch(many, self.limit, settings.plans_share), [plan.peak_bytes for plan in starts]
+        least, most, found = min(peaks), max(peaks), list[Plan]()
+        for step in range(1, settings.saved_levels):
+            solved = search.solved(
+                starts, least + (most - least) * step // settings.saved_levels, lambda plan: False, settings.front_starts
+            )
+            found += [Plan.of(self.graph, plan.schedule, plan.label) for plan in solved]
+        return found
+
+    # -- results -----------------------------------------------------------------------------------------------------------
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
@@ -126,67 +289,28 @@ class Planner:
         Without a budget, the lower bound on the cost is that for the plan's own peak.
         """
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
-        fitting = plan if plan.peak_bytes <= limit else None
-        ends = (self.limit.interrupted, self.ended_by_clock)
-        return PlanningResult(fitting, self.baseline, plan, self._least_bytes(), self._least_seconds(limit), 1, *ends)
+        return self._result(plan if plan.peak_bytes <= limit else None, plan, self._least_seconds(limit), False)
+
+    def _result(self, best: Plan | None, smallest: Plan, seconds: float, is_searched: bool) -> PlanningResult:
+        interrupted = self.limit.interrupted or self.starts.lacks_cuts
+        least = self._least_bytes()
+        return PlanningResult(
+            best, self.baseline, smallest, least, seconds, self.limit.simulated, interrupted, self.ended_by_clock, is_searched
+        )
 
     def _least_bytes(self) -> int:
         return self.moments.peak_bytes()
 
     def _least_seconds(self, budget: int) -> float:
         """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
-        return math.inf if budget < self._least_bytes() else self.moments.seconds(budget)
+        if budget not in self._seconds:
+            self._seconds[budget] = math.inf if budget < self._least_bytes() else self.moments.seconds(budget)
+        return self._seconds[budget]
 
-    def choose(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
-        """Returns the plan of :meth:`find` without the lower bounds, and so before its schedule is recreated."""
-        with _without_garbage_collection():
-            search = self.search
-            if accepts is not None:
-                search.spread_out()
-                best = search.best(budget_bytes, accepts)
-            elif budget_bytes is None:
-                best = self._without_budget()
-            else:
-                best = search.cheapest(budget_bytes)
-            smallest = search.smallest
-            if best is None and budget_bytes is not None and accepts is None:
-                best, smallest = search.lowered_to(budget_bytes), search.lowest
-            for plan in filter(None, (best, smallest)):
-                self.check(plan)
-        return best
 
-    def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
-        """Returns the plan of least time, without a bound on memory."""
-        return self.search.best(None) if accepts is None else self.choose(None, accepts=accepts)
+def _by_peak(plan: Plan) -> tuple[int, float]:
+    return plan.peak_bytes, plan.cost_seconds
 
-    def least_peak(self, time: TimeBudget) -> PlanningResult:
-        """Returns the plan of the least peak found that keeps to ``time``, if there is one.
 
-        The lower bound on the cost is that for the plan's own peak.
-        """
-        descent = Descent(self.search, time)
-        descent.run()
-        if descent.best is not None:
-            self.check(descent.best)
-        judged = self.judge(descent.best or self.smallest, None)
-        return replace(
-            judged, plan=descent.best, smallest=self.smallest, candidates=self.search.simulated,
-            interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
-        )  # fmt: skip
-
-    def least_traffic(self) -> Plan:
-        """Returns the plan that recomputes only what saving would slow down."""
-        return self.search.least_traffic()
-
-    def front(self) -> list[Plan]:
-        """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
-        return self.search.spread_out()
-
-    def _without_budget(self) -> Plan | None:
-        """Returns the cheapest plan within the soft budget if that costs little time; else the fastest plan."""
-        fastest = self.fastest()
-        below = None if self.soft_budget_bytes is None else self.search.cheapest(self.soft_budget_bytes)
-        if fastest is None or below is None:
-            return fastest
-        worth = below.cost_seconds - fastest.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds
-        return below if worth else fastest
+def _by_cost(plan: Plan) -> tuple[float, int]:
+    return plan.cost_seconds, plan.peak_bytes

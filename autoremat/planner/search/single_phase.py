@@ -14,18 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import Strategies
-from autoremat.planner.search.least_peak import lowered, relaxed
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.starts import Starts
 from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
@@ -78,6 +77,34 @@ def steps_of(graph: Graph) -> Iterator[Graph]:
         yield split_at(graph, place)
 
 
+class OnePhaseStarts:
+    """The minimum cuts of the splits of a single-phase graph, as plans of the graph."""
+
+    def __init__(self, graph: Graph, limit: WorkLimit) -> None:
+        self.graph, self.limit = graph, limit
+        self.lacks_cuts = False
+        """True if the limit passed before all cuts were found."""
+
+    def save_everything(self) -> Plan:
+        """Returns the plan without recomputation."""
+        return without_recomputation(self.graph)
+
+    save_what_constraints_allow = least_traffic = save_everything
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """The plans of all cuts, and the one without recomputation."""
+        found = [self.save_everything()]
+        for step in steps_of(self.graph) if len(self.graph.ops) > 1 else ():
+            if self.limit.has_passed(SETTINGS.search.starts_share):
+                self.lacks_cuts = True
+                break
+            starts = Starts(step, self.limit)
+            found += [joined(self.graph, plan) for plan in starts.plans]
+            self.lacks_cuts = self.lacks_cuts or starts.lacks_cuts
+        return found
+
+
 class OnePhaseBounds:
     """Lower bounds of a single-phase graph: the best over its splits at ops with many live bytes."""
 
@@ -92,7 +119,7 @@ class OnePhaseBounds:
                 self.starts.append(Moments(split, MinCut(split, limit), only_first=True))
         self._seconds: dict[int, float] = {}  # cached, because the planning of every split asks for the same budgets
 
-    def seconds(self, budget: int) -> float:
+    def seconds(self, budget: int, traffic: bool = True) -> float:
         """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if no plan fits."""
         if budget not in self._seconds:
             enough = working_set_bytes(self.graph) <= budget
@@ -126,34 +153,3 @@ def outcome(
     seconds = 0.0 if budget is None else bounds.seconds(budget)
     baseline = without_recomputation(smallest.graph)
     return PlanningResult(best, baseline, smallest, bounds.peak_bytes(), seconds, candidates, interrupted)
-
-
-def search(graph: Graph, budget: int | None, time_limit: float, strategies: Strategies) -> PlanningResult:
-    """Returns the cheapest plan that ``strategies`` find within ``budget`` bytes (None: no bound).
-
-    Each split may take half of the work that is left.
-    """
-    if not graph.single_phase:
-        return Planner(graph, time_limit, strategies).find(budget)
-    limit = WorkLimit(time_limit)
-    plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph, limit)
-    smallest: list[Plan] = []
-    simulated = 1
-    for step in steps_of(graph):
-        known = min((plan.added_seconds for plan in plans if fits(plan, budget)), default=math.inf)
-        if known <= (0.0 if budget is None else bounds.seconds(budget)):
-            break
-        if simulated > 1 and limit.has_passed():
-            break
-        planner = Planner(step, limit.seconds_left / 2, strategies & ~Strategies.LOWER)
-        found = (planner.choose(budget), planner.search.smallest)
-        plans += [joined(graph, plan) for plan in filter(None, found)]
-        smallest.append(planner.search.smallest)
-        simulated += planner.search.simulated
-        limit.include(planner.limit)
-    if budget is not None and smallest and Strategies.LOWER in strategies and not any(fits(plan, budget) for plan in plans):
-        with limit.beside(SETTINGS.least_peak.share) as further:
-            lowest = lowered([min(smallest, key=lambda plan: plan.peak_bytes)], bounds.peak_bytes(), further)
-            plans.append(joined(graph, relaxed(lowest, budget, further) if fits(lowest, budget) else lowest))
-    best = outcome(plans, budget, bounds, simulated)
-    return replace(best, interrupted=limit.interrupted, ended_by_clock=limit.ended_by_clock)

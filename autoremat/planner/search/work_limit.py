@@ -1,8 +1,8 @@
 """The limit of a search: an amount of work, counted in steps, so that equal requests end at the same step on any machine.
 
-A unit of work is a step whose length follows from the graph alone: a minimum cut, a simulated plan, a round of greedy fill, a
+A unit of work is a step whose length follows from the graph alone: a minimum cut, a simulated plan, a view, a move, a
 check. Its work is the number of its nodes, arcs, ops or executions, times a weight. A share of the work ends each stage, so
-that a graph whose candidates take long still gets a filled plan and lower bounds.
+that a graph whose starts take long still gets a plan and lower bounds.
 
 The clock is the last resort, for a processor that is several times slower than the one of the weights. It counts the
 processor time of units, so that other processes end no search: beside them, a search takes longer than its limit. Only the
@@ -27,14 +27,17 @@ PREPARATION = 8.0
 CUT = 0.1
 """Work per node and arc of a minimum cut."""
 
-DRAW = 0.4
-"""Work per op to draw the saved set of a trial of ruin and recreate."""
-
 SIMULATION = 2.2
 """Work per execution to schedule and simulate a plan."""
 
-FILL = 3.6
-"""Work per execution to choose the values that a round of greedy fill saves."""
+VIEW = 3.0
+"""Work per execution to list the live ranges of a plan with their uses."""
+
+CHOICE = 14.0
+"""Work per drop that is priced."""
+
+STEP = 2.5
+"""Work per read that is followed to find what a drop computes again."""
 
 PLACEMENT = 12.0
 """Work per execution to choose the stays that bring a plan within a budget, and to simulate them. It takes three to four times
@@ -57,7 +60,6 @@ class WorkLimit:
         self.seconds = seconds
         self.work = seconds * WORK_PER_SECOND
         """The work of a whole search."""
-        self._later = 0.0
         self.ended_by_clock = False
         """True if the clock has left something out, in this search or in one before it."""
         self.restart()
@@ -71,6 +73,8 @@ class WorkLimit:
         self.interrupted = False
         """True if the search has left something out, because its work was done or its time was over."""
         self.longest = 0.0
+        self.simulated = 0
+        """Number of plans that were simulated."""
 
     @contextmanager
     def unit(self, work: float = 0.0) -> Iterator[None]:
@@ -85,19 +89,6 @@ class WorkLimit:
     def add(self, work: float) -> None:
         """Counts ``work``."""
         self.done += work
-
-    def extend(self) -> None:
-        """Doubles the work, for a search with another half, which :meth:`first_half` keeps free."""
-        self.work *= 2
-
-    @contextmanager
-    def first_half(self) -> Iterator[None]:
-        """Lets stages in the body end after their shares of half of the work."""
-        before, self._later = self._later, 0.5
-        try:
-            yield
-        finally:
-            self._later = before
 
     @contextmanager
     def beside(self, share: float) -> Iterator[WorkLimit]:
@@ -115,32 +106,14 @@ class WorkLimit:
             self.interrupted = self.interrupted or further.interrupted
             self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
 
-    def include(self, part: WorkLimit) -> None:
-        """Counts the units of a search that is part of this one."""
-        self.add(part.done)
-        self.elapsed += part.elapsed
-        self.interrupted = self.interrupted or part.interrupted
-        self.ended_by_clock = self.ended_by_clock or part.ended_by_clock
-
     def has_passed(self, share: float = 1.0) -> bool:
         """Returns True if no further unit may begin within that share of the work.
 
         The clock ends a stage in time to leave later stages half of their share, and the search before a unit that may end
         late. A unit may take as long as the longest one before it.
         """
-        share *= 1.0 - self._later
         is_done = self.done >= share * self.work
         is_late = self.elapsed > (1 + share) / 2 * self.seconds or self.elapsed + self.longest > self.seconds
         self.interrupted = self.interrupted or is_done or is_late
         self.ended_by_clock = self.ended_by_clock or (is_late and not is_done)
         return is_done or is_late
-
-    @property
-    def share_left(self) -> float:
-        """The share of the work that is left."""
-        return max(0.0, 1.0 - self.done / self.work)
-
-    @property
-    def seconds_left(self) -> float:
-        """The time limit of a search with the work that is left, or less than zero. The clock does not count."""
-        return self.seconds - self.done / WORK_PER_SECOND

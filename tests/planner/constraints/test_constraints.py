@@ -87,11 +87,10 @@ def test_every_plan_obeys_every_order(drawn, share):
     assert all(ordered.graph.ops[i].constraint is Constraint.RECOMPUTE for i in to_recompute)
     planner = Planner(ordered.graph, given=() if ordered.candidate is None else (ordered.candidate,))
     baseline = planner.baseline.peak_bytes
-    plans = [planner.find(None if share is None else int(share * baseline)).plan, planner.search.smallest]
-    plans += [candidate.plan for candidate in planner.search.candidates]
-    plans += [planner.search.save_what_constraints_allow(), *(c.plan for c in planner.search.filled)]
+    plans = [planner.find(None if share is None else int(share * baseline)).plan, planner.smallest, planner.lowest]
+    plans += [*planner.plans, *planner.found]
     if ordered.candidate is not None and share is None:
-        plans.append(planner.judge(ordered.candidate.plan, None).plan)
+        plans.append(planner.judge(ordered.candidate, None).plan)
     for plan in filter(None, plans):
         plan.check()
         assert not disobeyed(plan, to_save, to_recompute), plan.label
@@ -103,7 +102,7 @@ def test_a_policy_without_a_budget_is_the_plan(drawn):
     """What it recomputes is not saved, and nothing else runs twice."""
     graph, _, _, regions = drawn
     graph = replace(graph, ops=tuple(replace(op, constraint=Constraint.NONE) for op in graph.ops))
-    plan = quietly(Constraints(policy=Drawn(regions), exact=True), graph).candidate.plan
+    plan = quietly(Constraints(policy=Drawn(regions), exact=True), graph).candidate
     inside = {i for region in regions for i in region.ops}
     assert {op for op in plan.recomputed} <= inside
     assert not disobeyed(plan, set(range(graph.num_forward)) - inside, set())
@@ -118,7 +117,7 @@ def regions_of_chain() -> tuple[Graph, list[Region]]:
 
 def test_a_region_is_recomputed_when_the_backward_enters_it_and_kept_until_it_leaves():
     graph, regions = regions_of_chain()
-    plan = Constraints(policy=Drawn(regions), exact=True).apply(graph).candidate.plan
+    plan = Constraints(policy=Drawn(regions), exact=True).apply(graph).candidate
     # Backward op 8 + i differentiates op 7 - i. The results of the regions, values 3 and 6, are saved; 7 and 8 are kept.
     assert plan.schedule.backward == (8, 9, 3, 4, 10, 11, 12, 0, 1, 13, 14, 15)
     assert set(plan.saved) == {3, 6, 7, 8}
@@ -132,8 +131,8 @@ def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_res
         Constraint.NONE, Constraint.NONE, Constraint.NONE,
     ]  # fmt: skip
     planner = Planner(ordered.graph, given=(ordered.candidate,))
-    assert planner.find(ordered.candidate.plan.peak_bytes).plan.cost_seconds <= ordered.candidate.plan.cost_seconds
-    assert planner.search.smallest.peak_bytes <= ordered.candidate.plan.peak_bytes
+    assert planner.find(ordered.candidate.peak_bytes).plan.cost_seconds <= ordered.candidate.cost_seconds
+    assert planner.smallest.peak_bytes <= ordered.candidate.peak_bytes
 
 
 def small() -> Graph:

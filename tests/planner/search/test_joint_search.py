@@ -23,9 +23,8 @@ from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
+from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan, Status
-from autoremat.planner.search import joint_search
-from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
@@ -58,9 +57,8 @@ def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
 def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
     rate = data.draw(st.sampled_from([0.0, 1e2, 1e4, 1e6]))
     graph = dataclasses.replace(on_host(graph, rate) if rate else with_forms(graph), in_flight=in_flight)
-    search = Search(graph)
-    segmentation = data.draw(st.sampled_from([search.whole, *search.segmentations()]))
-    schedule = build_schedule(graph, data.draw(saved_sets(graph)), segmentation.segments)
+    segments, _ = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
+    schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments)
     stays = data.draw(stays_of(graph, schedule))
     stays = tuple(dataclasses.replace(stay, form="host") for stay in stays) if rate else stays
     plan = Plan.of(graph, dataclasses.replace(schedule, stays=stays))
@@ -239,19 +237,17 @@ def test_solvers_that_know_no_stays_refuse_forms_or_leave_them():
 
 
 @pytest.mark.slow
-def test_saved_values_that_are_in_the_way_of_stays_are_dropped(monkeypatch):
+def test_saved_values_that_are_in_the_way_of_stays_are_dropped():
     """Slightly above the least peak of recomputation. Without that, nothing that the link could carry fits."""
     module, inputs = models.build("llama", layers=4)
     options = Options.parse({"progress": False, "cost_model": "roofline"}, None, compilers.inductor_config_names)
     (graph,), _ = previews(module, inputs, {}, options, "H100", lambda preview: preview.priced.graph)
     alone = Planner(graph)
-    fastest = min(alone.search.unfilled, key=lambda plan: plan.cost_seconds)
+    fastest = min(alone.plans, key=lambda plan: plan.cost_seconds)
     forward = sum(op.seconds for op in graph.ops[: graph.num_forward])
     linked = on_host(graph, 0.75 * fastest.peak_bytes / forward)
-    added = []
-    for plans in (0, joint_search.settings.mended_plans):
-        monkeypatch.setattr(joint_search, "settings", dataclasses.replace(joint_search.settings, mended_plans=plans))
-        planner = Planner(linked)
-        found = [planner.find(int(share * alone.smallest.peak_bytes)).plan for share in (1.0, 1.03, 1.06)]
-        added.append(sum(plan.cost_seconds - fastest.cost_seconds for plan in found))
-    assert added[1] < 2 / 3 * added[0]
+    for share in (1.0, 1.03, 1.06):
+        budget = int(share * alone.lowest.peak_bytes)
+        found, without = Planner(linked).find(budget).plan, alone.find(budget).plan
+        assert found.schedule.stays
+        assert found.cost_seconds - fastest.cost_seconds < 2 / 3 * (without.cost_seconds - fastest.cost_seconds)

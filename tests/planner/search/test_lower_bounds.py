@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,11 +12,10 @@ from strategies import GraphBuilder, chain, close_under_need, graphs
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.starts import Starts
 from autoremat.planner.settings import SETTINGS
 
 SMALL_GRAPHS = graphs(max_ops=12)
@@ -89,8 +87,7 @@ def test_a_chain_is_planned_close_to_the_optimum():
 @settings(max_examples=60)
 @given(graphs())
 def test_each_step_down_the_curve_costs_more_and_saves_less(graph):
-    search = Search(graph)
-    curve = search.curve()
+    curve = Starts(graph).curve()
     held = set(graph.forward_outputs)
     weights = [sum(graph.values[v].bytes for v in saved - held) for saved in curve]
     costs = [cut_cost(graph, saved, 0.0, 0.0) for saved in curve]
@@ -107,18 +104,5 @@ def test_the_curve_finds_every_layer_of_prices():
     out = build.op(made, 0, seconds=1.0)
     gradient = build.op([*made, build.source(0, Role.TANGENT)], 0, forward=False)
     graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-9)
-    sizes = [100 * len(saved - {out}) for saved in Search(graph).curve()]
+    sizes = [100 * len(saved - {out}) for saved in Starts(graph).curve()]
     assert {1200, 800, 400, 0} <= set(sizes)
-
-
-@settings(max_examples=60)
-@given(graphs())
-def test_filling_stays_within_the_budget_and_gets_cheaper(graph):
-    search = Search(graph)
-    base = min(search.candidates, key=lambda c: c.plan.peak_bytes)
-    budget = max(search.save_everything().peak_bytes, base.plan.peak_bytes)
-    for limit in (base.plan.peak_bytes, (base.plan.peak_bytes + budget) // 2, budget):
-        plan = fill(base.plan, partial(search.plan, segmentation=base.segmentation, label="filled"), limit)
-        plan.check()
-        assert plan.peak_bytes <= limit
-        assert plan.cost_seconds <= base.plan.cost_seconds

@@ -11,7 +11,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.later_recomputation import with_backward
+from autoremat.planner.search.live_view import schedule_of
 from autoremat.planner.search.peak_bound import PeakBound
 
 
@@ -24,7 +24,7 @@ def schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
         if again and draw(st.booleans()):
             executions += sorted(draw(st.sets(st.sampled_from(again), max_size=4)))
         executions.append(index)
-    return with_backward(graph, executions)
+    return schedule_of(graph, executions)
 
 
 @settings(max_examples=60, deadline=None)

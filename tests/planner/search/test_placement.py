@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from itertools import pairwise
 
 import pytest
@@ -98,30 +97,6 @@ def test_no_more_values_are_stored_than_the_host_holds():
     assert len(placed(chain([10] * 8, forms), 50, None).schedule.stays) >= 3
     assert place(chain([10] * 8, forms), 50, 29) is None
     assert placed(chain([10] * 8, forms), 60, 20).host_bytes == 20
-
-
-def test_what_is_in_the_way_of_stays_is_saved_and_in_use():
-    """A block's large value is read twice in the backward, and an op between needs a workspace. The small value can be away."""
-    build = GraphBuilder()
-    source, blocks = build.source(0), []
-    for size in (30, 28):
-        large = build.op([source], size)
-        blocks.append((large, build.op([large], 10)))
-    for value in itertools.chain(*blocks):
-        build.values[value] = dataclasses.replace(build.values[value], forms=(on_host(1.0, build.values[value].bytes),))
-    loss, tangent = build.op([small for _, small in blocks], 0), build.source(0, Role.TANGENT)
-    last = tangent
-    for large, small in blocks:
-        first = build.op([large, last], 1, forward=False)
-        between = build.op([first], 1, forward=False, workspace_bytes=50)
-        last = build.op([large, small, between], 1, forward=False)
-    graph = build.graph(forward_outputs=(loss,), backward_outputs=(last,))
-    grouped = GroupedPlan(Plan.of(graph, build_schedule(graph, frozenset(itertools.chain(*blocks)))))
-    (first_large, _), (second_large, _) = blocks
-    assert grouped.least_bytes == 30 + 1 + 1 + 50
-    assert grouped.in_the_way(81) == [{first_large}]
-    assert grouped.in_the_way(79) == [{first_large, second_large}]
-    assert grouped.in_the_way(82) == []
 
 
 def test_transfers_divide_no_fused_kernel():

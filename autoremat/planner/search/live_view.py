@@ -1,0 +1,191 @@
+"""The live ranges of a plan with their uses, and what the moves of a batch change about them.
+
+A *range* is one live range of a forward value. Its *uses* are the executions that need its memory: those that read it, also
+through results that fusion does not materialise. Moves change the ranges as if fusion stayed as it is, and the simulator judges
+the result.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.arrays import Numbers
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.fusion import fusion_in
+from autoremat.planner.memory.live_ranges import Buffers
+from autoremat.planner.plans.plan import Plan
+
+Span = tuple[int, int, int]
+"""Executions from the first up to, not including, the second, and the bytes by which each of them has more live."""
+
+
+class Facts:
+    """What moves read of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        ops, border = graph.ops, graph.num_forward
+        self.seconds_again = traffic_of(graph).recompute_seconds
+        """For each op, the seconds of running it again."""
+        self.saving_seconds: list[float] = traffic_of(graph).saving_seconds.tolist()
+        self.producers = [-1 if value.producer is None else value.producer for value in graph.values]
+        self.may_run_again = [
+            0 <= maker < border and ops[maker].rematerializable and ops[maker].constraint is not Constraint.SAVE
+            for maker in self.producers
+        ]
+        """For each value, True if it may be computed again."""
+        ordered = (op for op in ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable)
+        crossing = () if graph.single_phase else (value for op in ordered for value in op.outputs)
+        self.never_saved = frozenset(crossing).difference(graph.forward_outputs)
+        """The values that constraints keep from crossing into the backward."""
+        held = {*graph.forward_outputs, *graph.backward_outputs} if graph.single_phase else graph.backward_outputs
+        self.needed_at_the_end = frozenset(held).intersection(graph.forward_values)
+
+
+def facts_of(graph: Graph) -> Facts:
+    """Returns what moves read of ``graph``, computed once per graph."""
+    return graph.derived(Facts)
+
+
+def schedule_of(graph: Graph, executions: Sequence[int]) -> Schedule:
+    """Returns the schedule of a backward, or of all executions of a single phase, without recomputation that nothing reads."""
+    if graph.single_phase:
+        first = {index: place for place, index in reversed(list(enumerate(executions)))}
+        own = [first[index] == place for place, index in enumerate(executions)]
+    else:
+        own = [index >= graph.num_forward for index in executions]
+    needed, kept = set(facts_of(graph).needed_at_the_end), list[int]()
+    for index, is_own in zip(reversed(executions), reversed(own), strict=True):
+        if is_own or not needed.isdisjoint(graph.made[index]):
+            needed.difference_update(graph.made[index])
+            needed.update(graph.forward_reads[index])
+            kept.append(index)
+    if graph.single_phase:
+        return Schedule(tuple(reversed(kept)), ())
+    forward = graph.ancestors([*graph.required_forward, *graph.producers(needed)])
+    return Schedule(tuple(sorted(forward)), tuple(reversed(kept)))
+
+
+class LiveView:
+    """The live ranges of ``plan`` under the moves of a batch. ``bytes_at`` takes the place of the plan's own, if given."""
+
+    def __init__(self, plan: Plan, bytes_at: Numbers | None = None) -> None:
+        self.plan, self.graph, self.facts, self.sequence = plan, plan.graph, facts_of(plan.graph), plan.sequence
+        schedule = Schedule(plan.schedule.forward, plan.schedule.backward)
+        self.border = 0 if self.graph.single_phase else len(schedule.forward)
+        """The first execution before which values can be computed again."""
+        fused = fusion_in(self.graph, schedule) if self.graph.fuses else None
+        buffers = Buffers(self.graph, schedule) if fused is None else fused.buffers
+        absent = np.zeros(len(buffers.value), dtype=np.bool_) if fused is None else fused.absent
+        self.bytes_at: Numbers = (plan.timeline.bytes_at if bytes_at is None else bytes_at).astype(np.int64)
+        """Bytes at each execution, with those of the moves so far."""
+        self.others = self.graph.in_flight - 1
+        self.num_ranges = len(buffers.value)
+        """Number of ranges of the plan itself. Those of moves come behind them."""
+        self.value: list[int] = buffers.value.tolist()
+        self.start: list[int] = buffers.start.tolist()
+        self.last: list[int] = buffers.last.tolist()
+        self.size: list[int] = buffers.bytes.tolist()
+        self.absent: list[bool] = absent.tolist()
+        self.held: list[bool] = buffers.kept.tolist()
+        self.idle = ~absent & ~buffers.kept, buffers.start, buffers.last
+        self.inserted: dict[int, set[int]] = {}
+        """The ops that run again before an execution."""
+        self.removed: set[int] = set()
+        """The executions that are left out."""
+        self._find_readers(buffers, absent)
+        self.of_value: dict[int, list[tuple[int, int]]] = {}
+        """For each value, the starts and the numbers of its ranges, ascending."""
+        for number, value in enumerate(self.value):
+            self.of_value.setdefault(value, []).append((self.start[number], number))
+
+    def _find_readers(self, buffers: Buffers, absent: np.ndarray) -> None:
+        positions = np.arange(len(self.sequence) + 1)
+        order = np.argsort(buffers.source, kind="stable")
+        readers: list[int] = buffers.reader[order].tolist()
+        bounds: list[int] = np.searchsorted(buffers.source[order], np.arange(self.num_ranges + 1)).tolist()
+        self.readers = [readers[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+        """For each range, the executions that read it."""
+        self.read_from: list[int] = np.searchsorted(buffers.reader, positions).tolist()
+        """For each execution, where its reads begin in ``source``."""
+        self.made_from: list[int] = np.searchsorted(buffers.start, positions).tolist()
+        """For each execution, its first range."""
+        self.source: list[int] = buffers.source.tolist()
+        self.uses = list(self.readers)  # lists that are replaced and never changed
+        for inlined in reversed(np.flatnonzero(absent).tolist()):
+            for source in self.read_by(self.start[inlined]):
+                self.uses[source] = sorted({*self.uses[source], *self.uses[inlined]})
+
+    def read_by(self, execution: int) -> list[int]:
+        """Returns the ranges that an execution of the plan reads."""
+        return self.source[self.read_from[execution] : self.read_from[execution + 1]]
+
+    def made_by(self, execution: int) -> range:
+        """Returns the ranges that an execution of the plan begins."""
+        return range(self.made_from[execution], self.made_from[execution + 1])
+
+    def last_use(self, number: int) -> int:
+        """Returns the last execution that needs a range."""
+        return self.uses[number][-1] if self.uses[number] else self.start[number]
+
+    def newest(self, value: int, place: int) -> int:
+        """Returns the newest range of a value that what is inserted before an execution can read, or -1."""
+        for start, number in reversed(self.of_value.get(value, ())):
+            if start < place or (start == place and number >= self.num_ranges):
+                return number
+        return -1
+
+    def crosses(self, number: int) -> bool:
+        """Returns True if a range of the plan is live in both halves."""
+        return self.start[number] < self.border and (self.held[number] or self.last[number] >= self.border)
+
+    def between_halves(self, more: int) -> list[Span]:
+        """Returns the span of the other open calls, each of which holds so many bytes more between its halves."""
+        return [(0, len(self.sequence), self.others * more)] if self.others and more else []
+
+    def idle_at(self, execution: int) -> list[int]:
+        """Returns the ranges that are live at an execution and needed later, and may be computed again, the largest first."""
+        may_be_idle, start, last = self.idle
+        live = np.flatnonzero(may_be_idle & (start <= execution) & (last > execution)).tolist()
+        live += [number for number in range(self.num_ranges, len(self.value)) if self.start[number] <= execution]
+        may, uses, size, value = self.facts.may_run_again, self.uses, self.size, self.value
+        found = [n for n in live if size[n] and may[value[n]] and uses[n] and uses[n][-1] > execution]
+        return sorted(found, key=lambda number: (-size[number], number))
+
+    def use(self, number: int, place: int) -> None:
+        """Lets an execution need a range."""
+        if place not in self.uses[number]:
+            self.uses[number] = sorted((*self.uses[number], place))
+
+    def divide(self, number: int, place: int) -> None:
+        """Divides a range: from execution ``place`` on, another one takes its place."""
+        uses = self.uses[number]
+        self.uses[number] = [use for use in uses if use < place]
+        self.uses.append([use for use in uses if use >= place])
+        for column in (self.value, self.last, self.size):
+            column.append(column[number])
+        self.start.append(place)
+        self.absent.append(False)
+        self.held.append(False)
+        self.readers.append([])
+        insort(self.of_value[self.value[number]], (place, len(self.value) - 1))
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Counts the bytes of ``spans``."""
+        for begin, end, more in spans:
+            self.bytes_at[begin:end] += more
+
+    def schedule(self) -> Schedule:
+        """Returns the schedule after the moves."""
+        found = list[int]()
+        for place in range(self.border, len(self.sequence)):
+            found += sorted(self.inserted.get(place, ()))
+            if place not in self.removed:
+                found.append(self.sequence[place])
+        found += sorted(self.inserted.get(len(self.sequence), ()))
+        return schedule_of(self.graph, found)

@@ -1,0 +1,311 @@
+"""One local search over schedules: ruin a plan, bring it down by drops, fill the free memory by keeps.
+
+    excess over a target  =  sum over executions of max(0, bytes live there - target)
+
+A batch of moves is chosen by deltas on live ranges (:mod:`.moves`), and the simulator judges the batch. A batch that does not
+improve the plan is tried again with a quarter of its moves. Questions differ in the order of plans alone: the least excess, the
+least cost within a target, the least peak.
+
+Source of ruin and recreate: Schrimpf et al., "Record Breaking Optimization Results Using the Ruin and Recreate Principle", J.
+Comput. Phys. 2000.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from autoremat.planner.graph.arrays import Numbers
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.live_view import LiveView, facts_of, schedule_of
+from autoremat.planner.search.moves import Drop, Drops, keeps_of, relief
+from autoremat.planner.search.work_limit import CHOICE, SIMULATION, STEP, VIEW, WorkLimit
+from autoremat.planner.settings import SETTINGS
+
+settings = SETTINGS.search
+
+SEED = 0
+ROUNDING = 1e-9
+"""Share of a cost by which a plan must be cheaper to count as an improvement."""
+
+EVERY = 1 << 30
+"""More moves than a batch has."""
+
+Suffices = Callable[[Plan], bool]
+"""True for a plan that need not be improved."""
+
+Choice = Callable[[LiveView, int, Set[Hashable]], Sequence[Hashable]]
+"""Applies at most so many moves to a view, without those that are banned, and returns their keys."""
+
+
+def pareto(plans: Collection[Plan]) -> list[Plan]:
+    """Returns the plans that no other one beats in both peak and cost, the cheapest first."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.cost_seconds, plan.peak_bytes)):
+        if not front or plan.peak_bytes < front[-1].peak_bytes:
+            front.append(plan)
+    return front
+
+
+class LocalSearch:
+    """The search on one graph, within ``limit``. Equal sequences of questions get equal plans, unless the clock ends it."""
+
+    def __init__(self, graph: Graph, limit: WorkLimit, share: float = 1.0) -> None:
+        self.graph, self.limit, self.share, self.random = graph, limit, share, random.Random(SEED)
+        self.never_saved = facts_of(graph).never_saved
+        self.patience = min(max(settings.trial_work // max(graph.num_forward, 1), settings.trials[0]), settings.trials[1])
+        self.seconds_of_a_byte = 1e-8 * graph.step_seconds
+        """Seconds that each drop counts beside its own, so that free ones free many bytes."""
+
+    def bytes_at(self, plan: Plan) -> Numbers:
+        """Returns the bytes at each execution that count against a target."""
+        return plan.timeline.bytes_at
+
+    def peak(self, plan: Plan) -> int:
+        """Returns the most bytes that count at any execution."""
+        return int(self.bytes_at(plan).max(initial=0))
+
+    def fits(self, plan: Plan, target: int) -> bool:
+        """Returns True if no execution is over the target."""
+        return self.peak(plan) <= target
+
+    def excess(self, plan: Plan, target: int) -> int:
+        """Returns the bytes over the target, summed over the executions."""
+        return int(np.maximum(self.bytes_at(plan) - target, 0).sum())
+
+    def is_over(self) -> bool:
+        """Returns True if no further step may begin."""
+        return self.limit.has_passed(self.share)
+
+    def plan(self, schedule: Schedule, label: str) -> Plan | None:
+        """Returns the simulated plan, or None if it saves what a constraint recomputes."""
+        if self.never_saved and not self.never_saved.isdisjoint(schedule.saved(self.graph)):
+            return None
+        with self.limit.unit(SIMULATION * len(schedule.sequence)):
+            self.limit.simulated += 1
+            return Plan.of(self.graph, schedule, label)
+
+    def view(self, plan: Plan) -> LiveView:
+        """Returns the live ranges of a plan."""
+        with self.limit.unit(VIEW * len(plan.sequence)):
+            return LiveView(plan, self.bytes_at(plan))
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def _batches(self, plan: Plan, choose: Choice, improves: Callable[[Plan, Plan], bool], most_banned: int) -> Plan:
+        """Returns the plan after batches of moves, each of which improves it."""
+        most, banned = EVERY, set[Hashable]()
+        while len(banned) < most_banned and not self.is_over():
+            view = self.view(plan)
+            chosen = choose(view, most, banned)
+            if not chosen:
+                break
+            found = self.plan(view.schedule(), plan.label)
+            if found is not None and improves(found, plan):
+                plan, most, banned = found, EVERY, set()
+            elif len(chosen) == 1:
+                banned.add(chosen[0])
+            else:
+                most = max(len(chosen) // 4, 1)
+        return plan
+
+    def bring_down(self, plan: Plan, target: int, noisy: bool = False) -> Plan:
+        """Returns the plan after drops that lower its excess over ``target``, those of the fewest seconds per byte first."""
+
+        def choose(view: LiveView, most: int, banned: Set[Hashable]) -> list[Hashable]:
+            return self._drops(view, target, most, banned, noisy)
+
+        def improves(found: Plan, plan: Plan) -> bool:
+            return self.excess(found, target) < self.excess(plan, target)
+
+        return plan if self.fits(plan, target) else self._batches(plan, choose, improves, settings.refusals)
+
+    def _drops(self, view: LiveView, target: int, most: int, banned: Set[Hashable], noisy: bool) -> list[Hashable]:
+        """Applies drops to a view until its deltas fit ``target``, each at the fullest execution at which one helps."""
+        chosen, stuck, drops = list[Hashable](), list[int](), Drops(view)
+        while len(chosen) < most and len(stuck) <= settings.executions and not self.is_over():
+            over = view.bytes_at - target
+            over[stuck] = 0
+            fullest = int(over.argmax())
+            if over[fullest] <= 0:
+                break
+            with self.limit.unit():
+                best = self._best_drop(drops, fullest, target, banned, noisy)
+                if best is None:
+                    stuck.append(fullest)
+                else:
+                    chosen.append(best.key(view))
+                    drops.apply(best)
+        return chosen
+
+    def _best_drop(self, drops: Drops, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Drop | None:
+        view, over, best, least, tried, judged = drops.view, drops.view.bytes_at - target, None, 0.0, 0, 0
+        for number in view.idle_at(execution):
+            if tried >= settings.options:
+                break
+            options = drops.around(number, execution)
+            tried += bool(options)
+            for drop in options:
+                if banned and drop.key(view) in banned:
+                    continue
+                judged += 1
+                gained = relief(over, drop.spans(view))
+                if gained > 0.0:
+                    price = max(drop.seconds, 0.0) + self.seconds_of_a_byte
+                    price *= (self.random.uniform(0.7, 1.4) if noisy else 1.0) / gained
+                    if best is None or price < least:
+                        best, least = drop, price
+        self.limit.add(CHOICE * (1 + judged) + STEP * drops.steps)
+        drops.steps = 0
+        return best
+
+    def fill(self, plan: Plan, target: int) -> Plan:
+        """Returns the plan, which must fit, after keeps that use the memory free below ``target`` and lower the cost."""
+
+        def choose(view: LiveView, most: int, banned: Set[Hashable]) -> list[Hashable]:
+            chosen = list[Hashable]()
+            with self.limit.unit(VIEW * len(plan.sequence)):
+                keeps = keeps_of(view)
+            for keep in keeps:
+                if len(chosen) == most:
+                    break
+                if keep.execution not in banned:
+                    view.add(keep.spans)
+                    if all(view.bytes_at[begin:end].max(initial=0) <= target for begin, end, _ in keep.spans):
+                        view.removed.add(keep.execution)
+                        chosen.append(keep.execution)
+                    else:
+                        view.add((begin, end, -more) for begin, end, more in keep.spans)
+            return chosen
+
+        return self._batches(plan, choose, partial(self.is_better, target=target), 1) if plan.recomputed else plan
+
+    def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
+        """Returns True if ``found`` fits and costs less than ``plan``."""
+        return self.fits(found, target) and found.cost_seconds < plan.cost_seconds
+
+    def solve(self, plan: Plan, target: int, noisy: bool = False) -> Plan:
+        """Returns the plan brought down to ``target``, and filled if it fits."""
+        plan = self.bring_down(plan, target, noisy=noisy)
+        return self.fill(plan, target) if self.fits(plan, target) else plan
+
+    # -- trials --------------------------------------------------------------------------------------------------------
+
+    def ruined(self, plan: Plan, trial: int) -> Plan:
+        """Returns the plan without recomputations of a stretch, or in odd trials with some values dropped."""
+        schedule = self._with_gaps(plan, trial % 4 == 1) if trial % 2 else self._without_a_stretch(plan)
+        return (None if schedule is None else self.plan(schedule, plan.label)) or plan
+
+    def _without_a_stretch(self, plan: Plan) -> Schedule:
+        draw, border = self.random, 0 if self.graph.single_phase else len(plan.schedule.forward)
+        length = len(plan.sequence) - border
+        begin, share = border + draw.randrange(length), draw.random()
+        stretch = range(begin, begin + draw.randint(1, max(1, length // settings.stretches)))
+        ran, left = set[int](), list[int]()
+        for execution, index in enumerate(plan.sequence):
+            if index in ran and execution in stretch and draw.random() < share:
+                continue
+            ran.add(index)
+            if execution >= border:
+                left.append(index)
+        return schedule_of(self.graph, left)
+
+    def _with_gaps(self, plan: Plan, are_neighbours: bool) -> Schedule | None:
+        view = self.view(plan)
+        gaps = [
+            (number, behind)
+            for number in np.flatnonzero(view.idle[0]).tolist()
+            if view.facts.may_run_again[view.value[number]] and view.size[number]
+            for before, behind in pairwise((view.start[number], *view.uses[number]))
+            if behind >= view.border and behind - before > settings.shortest_gap
+        ]
+        if not gaps:
+            return None
+        count, drops = self.random.randint(1, settings.ruined_gaps), Drops(view)
+        if are_neighbours:
+            first = self.random.randrange(len(gaps))
+            picked = gaps[first : first + count]
+        else:
+            picked = self.random.choices(gaps, [view.size[number] for number, _ in gaps], k=count)
+        for number, behind in picked:
+            options = drops.around(number, behind - 1) if behind in view.uses[number] else []
+            if options:
+                drops.apply(self.random.choice(options))
+        return view.schedule()
+
+    def improve(self, plan: Plan, target: int, suffices: Suffices, patience: int) -> Plan:
+        """Returns the cheapest plan of a sequence of trials from one that fits. One that ``suffices`` ends them."""
+        failures = trial = 0
+        while failures < patience and not suffices(plan) and not self.is_over():
+            found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
+            trial += 1
+            improves = self.fits(found, target) and found.cost_seconds < plan.cost_seconds * (1 - ROUNDING)
+            plan, failures = (found, 0) if improves else (plan, failures + 1)
+        return plan
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def solved(self, starts: Collection[Plan], target: int, suffices: Suffices, near: int = settings.near) -> list[Plan]:
+        """Returns the plans within ``target`` bytes that ``near`` starts on each side of it lead to, the cheapest first."""
+        front = pareto(starts)
+        below = [plan for plan in front if plan.peak_bytes <= target][:near]
+        least = below[0].cost_seconds if below else math.inf
+        above = [plan for plan in front if plan.peak_bytes > target and plan.cost_seconds < least][-near:]
+        found = dict[float, Plan]()
+        for start in (*below, *reversed(above)):
+            if found and (suffices(found[min(found)]) or self.is_over()):
+                break
+            solved = self.solve(start, target)
+            if self.fits(solved, target):
+                found.setdefault(solved.cost_seconds, solved)
+        return [found[cost] for cost in sorted(found)]
+
+    def cheapest(
+        self,
+        starts: Collection[Plan],
+        target: int,
+        suffices: Suffices,
+        patience_share: float = 1.0,
+        improved: int = settings.improved,
+    ) -> Plan | None:
+        """Returns the cheapest plan found within ``target`` bytes, or None. One that ``suffices`` ends the search."""
+        best, patience = None, int(patience_share * self.patience)
+        for solved in self.solved(starts, target, suffices)[:improved]:
+            if best is None or not suffices(best):
+                found = self.improve(solved, target, suffices, patience)
+                best = found if best is None or found.cost_seconds < best.cost_seconds else best
+        return best
+
+    def least_peak(self, starts: Collection[Plan], bound: int) -> Plan:
+        """Returns the plan of the least peak found. A peak close to ``bound``, below which there is none, ends the search."""
+        lowest = sorted(starts, key=lambda plan: (self.peak(plan), plan.cost_seconds))[: settings.lowest_starts]
+        enough = int(bound * (1.0 + settings.good_peak_gap))
+        best, failures, trial = lowest[0], 0, 0
+        for start in lowest:
+            for way in (partial(self.bring_down, target=bound), self.descend):
+                if self.peak(best) > enough:
+                    best = min(best, way(start), key=lambda plan: (self.peak(plan), plan.cost_seconds))
+        while failures < self.patience and self.peak(best) > enough and not self.is_over():
+            found = self.descend(self.ruined(best, trial), self.peak(best))
+            trial += 1
+            best, failures = (found, 0) if self.peak(found) < self.peak(best) else (best, failures + 1)
+        return best
+
+    def descend(self, plan: Plan, level: int | None = None) -> Plan:
+        """Returns the plan of the least peak on a way down from ``plan``, whose first target is a little below ``level``."""
+        best, level = plan, level or self.peak(plan)
+        while level > 0 and not self.is_over():
+            target = int(level * (1.0 - settings.step))
+            plan = self.bring_down(plan, target)
+            best = min(best, plan, key=self.peak)
+            if not self.fits(plan, target):
+                break
+            level = self.peak(plan)
+        return best

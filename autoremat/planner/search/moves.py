@@ -1,0 +1,225 @@
+"""The moves of the local search on one value of a schedule: drop it in a gap between two uses, or keep it there.
+
+*Drop* frees the memory of a range in the gap around an execution. The value is computed again before its next use, with all
+that this needs and that is not live there. Some of what it needs may live longer instead.
+
+*Keep* leaves a recomputation out, so that the range before it lives on.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoremat.planner.graph.arrays import Numbers
+from autoremat.planner.search.live_view import LiveView, Span
+
+KEPT_SHARES = (0.0, 0.3, 1.0)
+"""Bytes up to which an input of a recomputation lives longer instead, as shares of the dropped value's."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A range that is not live in a gap."""
+
+    number: int
+    before: int
+    """The last use before the gap."""
+    place: int
+    """The first use behind the gap, before which ``ops`` run."""
+    ops: tuple[int, ...]
+    extended: tuple[int, ...]
+    """The ranges that live longer for ``ops``."""
+    seconds: float
+    """The added seconds."""
+
+    def key(self, view: LiveView) -> Hashable:
+        """Returns what tells the drop from others of the same plan."""
+        return view.value[self.number], self.place, self.ops
+
+    def spans(self, view: LiveView) -> list[Span]:
+        """Returns the bytes that are live less and more."""
+        size, border, found, crossing = view.size, view.border, [], 0
+        found.append((self.before + 1, self.place, -size[self.number]))
+        if view.start[self.number] < border <= self.place and self.before < border:
+            crossing -= size[self.number]
+        for number in self.extended:
+            last = view.last_use(number)
+            found.append((last + 1, self.place + 1, size[number]))
+            if view.start[number] < border and last < border:
+                crossing += size[number]
+        return found + view.between_halves(crossing)
+
+
+class Drops:
+    """The drops in a view. They change it as they are applied."""
+
+    def __init__(self, view: LiveView) -> None:
+        self.view, self.graph, self.facts = view, view.graph, view.facts
+        self.steps = 0
+        """Number of reads that recomputations were followed through, for the count of work."""
+        self._known: dict[int, dict[int, list[Drop]]] = {}
+
+    def around(self, number: int, execution: int) -> list[Drop]:
+        """Returns the ways to free a range around an execution."""
+        view, uses = self.view, self.view.uses[number]
+        following = bisect_right(uses, execution)
+        if following == len(uses) or uses[following] < view.border:
+            return []
+        place, before = uses[following], uses[following - 1] if following else view.start[number]
+        if before >= execution and not self.graph.fuses:
+            return []
+        known = self._known.setdefault(number, {})
+        if place not in known:
+            known[place] = list(self._found(number, execution, before, place))
+        return known[place]
+
+    def _found(self, number: int, execution: int, before: int, place: int) -> Iterator[Drop]:
+        view, facts = self.view, self.facts
+        through = self._through(number, execution)
+        values, seen = [view.value[one] for one in (number, *through)], set[tuple[int, ...]]()
+        for share in KEPT_SHARES if all(facts.may_run_again[value] for value in values) else ():
+            ops, extended = self._recomputation(values, number, place, share * view.size[number])
+            if ops not in seen:
+                seen.add(ops)
+                seconds = math.fsum(facts.seconds_again[op] for op in ops)
+                if before < view.border <= place:
+                    seconds -= facts.saving_seconds[view.value[number]]
+                for one in extended:
+                    if view.start[one] < view.border and not view.crosses(one):
+                        seconds += facts.saving_seconds[view.value[one]]
+                yield Drop(number, before, place, ops, extended, seconds)
+
+    def _through(self, number: int, execution: int) -> list[int]:
+        """Returns the results that are not materialised, through which the range is used behind an execution."""
+        view, found, stack = self.view, list[int](), [number]
+        while stack:
+            for reader in view.readers[stack.pop()]:
+                if reader <= execution:
+                    inlined = [one for one in view.made_by(reader) if view.absent[one] and view.last_use(one) > execution]
+                    fresh = [one for one in inlined if one not in found]
+                    found += fresh
+                    stack += fresh
+        return found
+
+    def _recomputation(
+        self, values: list[int], dropped: int, place: int, kept_bytes: float
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the ops that compute ``values`` again before execution ``place``, and the ranges that live until then.
+
+        Ranges of at most ``kept_bytes`` live longer. The range ``dropped`` does not.
+        """
+        view, facts = self.view, self.facts
+        there = view.inserted.get(place, ())
+        stack = [facts.producers[value] for value in values]
+        ops, extended = set(stack), dict[int, None]()
+        while stack:
+            reads = self.graph.forward_reads[stack.pop()]
+            self.steps += len(reads)
+            for value in reads:
+                maker = facts.producers[value]
+                if maker in ops or maker in there:
+                    continue
+                newest = view.newest(value, place)
+                lives = newest >= 0 and (view.held[newest] or (newest != dropped and view.last_use(newest) >= place))
+                if facts.may_run_again[value] and (
+                    newest < 0
+                    or newest == dropped
+                    or view.absent[newest]
+                    or (not lives and (view.size[newest] > kept_bytes or self._must_not_cross(newest)))
+                ):
+                    ops.add(maker)
+                    stack.append(maker)
+                elif newest >= 0 and not lives:
+                    extended[newest] = None
+        return tuple(sorted(ops)), tuple(extended)
+
+    def _must_not_cross(self, number: int) -> bool:
+        return self.view.start[number] < self.view.border and self.view.value[number] in self.facts.never_saved
+
+    def apply(self, drop: Drop) -> None:
+        """Changes the view by a drop."""
+        view, place, ops = self.view, drop.place, set(drop.ops)
+        view.add(drop.spans(view))
+        view.inserted.setdefault(place, set()).update(ops)
+        view.divide(drop.number, place)
+        self._known.pop(drop.number, None)
+        for op in drop.ops:
+            for value in self.graph.forward_reads[op]:
+                newest = view.newest(value, place)
+                if self.facts.producers[value] not in ops and newest >= 0:
+                    view.use(newest, place)
+                    self._known.pop(newest, None)
+
+
+def relief(over: Numbers, spans: list[Span]) -> float:
+    """Returns the bytes of excess that ``spans`` take away from those ``over`` a target."""
+    gained = 0.0
+    for begin, end, more in spans:
+        if begin < end:
+            part = over[begin:end]
+            if more < 0:
+                gained += float(np.minimum(np.maximum(part, 0), -more).sum())
+            else:
+                gained -= float(np.minimum(np.maximum(part + more, 0), more).sum())
+    return gained
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A recomputation that is left out."""
+
+    execution: int
+    spans: list[Span]
+    seconds: float
+    """The seconds that are gained."""
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """The seconds gained per byte that lives longer."""
+        return self.seconds / max(sum(more for _, _, more in self.spans), 1)
+
+
+def keeps_of(view: LiveView) -> list[Keep]:
+    """Returns the recomputations of a view without moves that could be left out, the most seconds per byte first."""
+    ran, again = set[int](), set[int]()
+    for execution, index in enumerate(view.sequence):
+        if index in ran:
+            again.add(execution)
+        elif index < view.graph.num_forward:
+            ran.add(index)
+    saved = set(view.plan.saved)
+    found = filter(None, (_keep(view, execution, again, saved) for execution in sorted(again)))
+    return sorted(found, key=lambda keep: (-keep.seconds_per_byte, keep.execution))
+
+
+def _keep(view: LiveView, execution: int, again: set[int], saved: set[int]) -> Keep | None:
+    facts, spans, seconds, crossing = view.facts, list[Span](), 0.0, 0
+    for number in view.made_by(execution):
+        if not view.readers[number]:
+            continue
+        value, ranges = view.value[number], view.of_value[view.value[number]]
+        before = ranges[ranges.index((execution, number)) - 1][1]
+        if not view.held[before]:
+            begin = view.start[before] if view.absent[before] else view.last_use(before) + 1
+            end = view.last[number] + 1 if view.absent[number] else execution
+            spans.append((begin, end, view.size[number]))
+        if view.start[before] < view.border and value not in saved:
+            if value in facts.never_saved:
+                return None
+            seconds -= facts.saving_seconds[value]
+            crossing += view.size[number]
+    gone, stack = {execution}, [execution]
+    while stack:
+        current = stack.pop()
+        seconds += facts.seconds_again[view.sequence[current]]
+        for source in view.read_by(current):
+            maker = view.start[source]
+            if maker in again and maker not in gone and all(r in gone for n in view.made_by(maker) for r in view.readers[n]):
+                gone.add(maker)
+                stack.append(maker)
+    return Keep(execution, spans + view.between_halves(crossing), seconds) if seconds > 0.0 else None

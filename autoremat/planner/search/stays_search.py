@@ -1,0 +1,216 @@
+"""The local search with stays: it chooses the recomputation, and :mod:`.placement` the stays of each of its plans.
+
+The link between device and host carries a certain number of bytes while the forward runs. It pays to carry those whose
+recomputation is dear, and to compute the others again. So plans leave memory over the budget, and stays bring them down to it.
+They come from larger budgets, from a linear program that knows when the link is free (:mod:`.joint_program`), and from trials.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.planner.graph.arrays import Numbers
+from autoremat.planner.graph.forms import Engine
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.local_search import LocalSearch, Suffices, pareto
+from autoremat.planner.search.placement import place
+from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, PROGRAM, WorkLimit
+from autoremat.planner.settings import SETTINGS
+
+settings = SETTINGS.stays_search
+
+
+class _UnderStays(LocalSearch):
+    """The local search that counts the bytes which no stays can free."""
+
+    def __init__(self, search: StaysSearch) -> None:
+        super().__init__(search.graph, search.limit, search.share)
+        self.search = search
+
+    def bytes_at(self, plan: Plan) -> Numbers:
+        """Returns the least bytes at each execution under any stays."""
+        return self.search.grouped(plan).least_bytes_at_executions
+
+
+class StaysSearch(LocalSearch):
+    """The search for plans within ``budget`` bytes, at most ``host_bytes`` of them on the host.
+
+    Its plans have no stays. Each counts with those that bring it down to the budget.
+    """
+
+    def __init__(self, graph: Graph, limit: WorkLimit, share: float, budget: int, host_bytes: int | None) -> None:
+        super().__init__(graph, limit, share)
+        self.budget, self.host_bytes = budget, host_bytes
+        self.bare, self.under = LocalSearch(graph, limit, share), _UnderStays(self)
+        self.best: Plan | None = None
+        """The cheapest plan found, with its stays."""
+        self.base: Plan | None = None
+        """The same plan without stays."""
+        self._placed: dict[int, tuple[Plan, Plan | None]] = {}
+        self._grouped: dict[int, tuple[Plan, GroupedPlan]] = {}
+
+    # -- one plan ------------------------------------------------------------------------------------------------------
+
+    def grouped(self, plan: Plan) -> GroupedPlan:
+        """Returns the fusion groups of a plan without stays."""
+        if id(plan) not in self._grouped:
+            with self.limit.unit(PREPARATION * len(plan.sequence)):
+                self._grouped[id(plan)] = plan, GroupedPlan(plan)
+        return self._grouped[id(plan)][1]
+
+    @property
+    def least(self) -> float:
+        """The cost of the cheapest plan found."""
+        return math.inf if self.best is None else self.best.cost_seconds
+
+    def placed(self, plan: Plan) -> Plan | None:
+        """Returns the plan with stays by which it fits, if it then costs less than the cheapest one so far."""
+        if plan.cost_seconds >= self.least or plan.peak_bytes <= self.budget:
+            return plan if plan.cost_seconds < self.least else None
+        grouped, most_stall = self.grouped(plan), self.least - plan.cost_seconds
+        if grouped.least_bytes > self.budget or grouped.least_stall(self.budget) >= most_stall:
+            return None
+        with self.limit.unit(PLACEMENT * len(plan.sequence)):
+            found = place(grouped, self.budget, self.host_bytes, most_stall)
+        return found if found is not None and found.cost_seconds < self.least else None
+
+    def consider(self, plan: Plan) -> bool:
+        """Brings a plan down by stays, after drops where these free too little. Returns True for the cheapest so far."""
+        if plan.cost_seconds < self.least and plan.peak_bytes > self.budget:
+            plan = self.under.bring_down(plan, self.budget)
+        found = self.placed(plan)
+        if found is None:
+            return False
+        self.best, self.base = found, plan
+        self._fill_between_stays()
+        return True
+
+    def _fill_between_stays(self) -> None:
+        """Keeps more values of the cheapest plan, where its stays leave memory free."""
+        assert self.base is not None
+        self.base = self.fill(self.base, self.budget)
+
+    def bytes_at(self, plan: Plan) -> Numbers:
+        """Returns the bytes at each execution with the stays of the cheapest plan found."""
+        assert self.best is not None
+        return self.best.timeline.bytes_at
+
+    def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
+        """Returns True for a plan that is cheaper with its stays than all before."""
+        placed = self.placed(found)
+        self.best = placed or self.best
+        return placed is not None
+
+    # -- sources of plans ------------------------------------------------------------------------------------------------
+
+    def run(self, starts: Collection[Plan], suffices: Suffices, thorough: bool = True) -> Plan | None:
+        """Returns the cheapest plan found from ``starts``, which have no stays; None if none fits.
+
+        Unless ``thorough``, only the starts are brought down.
+        """
+
+        def is_done() -> bool:
+            return self.is_over() or (self.best is not None and suffices(self.best))
+
+        fastest, *others = sorted(pareto(starts), key=lambda plan: plan.cost_seconds)
+        for start in (fastest, *others):
+            if is_done() or start.cost_seconds >= self.least:
+                break
+            self.consider(start)
+        if not thorough:
+            return self.best
+        for share in settings.levels:
+            level = self.budget + int(share * self._reach(fastest))
+            for plan in () if is_done() else self.bare.solved(starts, level, suffices, near=1):
+                self.consider(plan)
+        self._from_programs(fastest, is_done)
+        failures = trial = 0
+        while self.base is not None and failures < self.patience and not is_done():
+            ruined = self.bare.ruined(self.base, trial)
+            level = int(self.base.peak_bytes * self.random.choice(settings.trial_levels))
+            improves = self.consider(self.bare.bring_down(ruined, max(level, self.budget), noisy=trial % 3 == 2))
+            failures, trial = 0 if improves else failures + 1, trial + 1
+        return self.best
+
+    def _reach(self, fastest: Plan) -> int:
+        """Returns the bytes beyond the budget that stays could free without waiting, by the fastest plan."""
+        grouped = self.grouped(fastest)
+        if any(one.form.store.engine is Engine.COMPUTE for one in grouped.storables):
+            return max(fastest.peak_bytes - self.budget, 0)
+        carried = grouped.store_rate * float(grouped.clock[grouped.num_forward])
+        return int(max(min(carried, fastest.peak_bytes - self.budget), 0))
+
+    def _from_programs(self, plan: Plan, is_done: Callable[[], bool]) -> None:
+        """Considers the saved sets that linear programs find. Each counts from the plan of the one before."""
+        from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
+
+        if is_done():
+            return
+        program, failures = JointProgram(self.graph, self._seconds_of_ops(plan), self.host_bytes), 0
+        patience = min(max(settings.program_work // max(self.graph.num_forward, 1), 1), settings.most_programs)
+        for share in settings.program_budgets:
+            if failures == patience or is_done():
+                break
+            began, cost = time.monotonic(), self.least
+            with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
+                shares = program.solve(int(share * self.budget), plan, settings.program_seconds)
+            if time.monotonic() - began >= settings.program_seconds:  # by the solver's clock
+                self.limit.interrupted = self.limit.ended_by_clock = True
+            if shares is None:
+                break
+            chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.thresholds)
+            for saved in dict.fromkeys(admissible(self.graph, frozenset(values)) for values in chosen):
+                found = self.plan(build_schedule(self.graph, saved), "program")
+                if found is not None:
+                    plan = found
+                    self.consider(found)
+            failures = 0 if self.least < cost else failures + 1
+
+    def _seconds_of_ops(self, plan: Plan) -> NDArray[np.float64]:
+        """For each op, its seconds under a plan; zero if that does not run it first in its own half."""
+        grouped, seconds = self.grouped(plan), np.zeros(len(self.graph.ops))
+        border = len(grouped.schedule.forward)
+        for position, index in enumerate(grouped.schedule.sequence):
+            if (position < border) == (index < self.graph.num_forward):
+                seconds[index] = grouped.seconds[position]
+        return seconds
+
+
+def admissible(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
+    """Returns ``saved`` with the results of those ops that would have to run again and must not."""
+    while True:
+        missing = graph.producers(graph.backward_needs - saved)
+        again = (graph.ops[index] for index in graph.ancestors(missing, saved))
+        single = (op for op in again if not op.rematerializable or op.constraint is Constraint.SAVE)
+        needed = frozenset(value for op in single for value in op.outputs)
+        if not needed:
+            return saved
+        saved |= needed
+
+
+def lowest_with_stays(graph: Graph, limit: WorkLimit, host_bytes: int | None, starts: Collection[Plan]) -> Plan | None:
+    """Returns the plan with stays of the least peak found, at any number of seconds; None if no stays lower the peak."""
+    search = StaysSearch(graph, limit, 1.0, 0, host_bytes)
+    lowest = min(starts, key=lambda plan: (plan.peak_bytes, plan.cost_seconds))
+    best, peak = None, lowest.peak_bytes
+    for base in (search.under.least_peak(starts, 0), lowest):
+        low = level = search.grouped(base).least_bytes
+        for _ in range(settings.peak_levels):
+            if level >= peak:
+                break
+            found = StaysSearch(graph, limit, 1.0, level, host_bytes).placed(base)
+            if found is None:
+                low = level
+            else:
+                best, peak = found, found.peak_bytes
+            level = (low + peak) // 2
+    return best

@@ -1,0 +1,186 @@
+"""The local search: plans that fit, cost no more than their starts and keep to the bounds, and the least peak."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_oracle import replay_bytes
+from strategies import GraphBuilder, graphs, training_chain
+
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role, Trait
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.live_view import LiveView
+from autoremat.planner.search.local_search import LocalSearch
+from autoremat.planner.search.moves import Drops, keeps_of
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.starts import Starts
+from autoremat.planner.search.work_limit import WorkLimit
+
+
+def never(plan: Plan) -> bool:
+    return False
+
+
+# -- moves ---------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(max_ops=20), st.sampled_from([1, 3]), st.data())
+def test_the_deltas_of_drops_are_those_of_the_simulator_without_fusion(graph, in_flight, data):
+    graph = dataclasses.replace(graph, fuses=False, in_flight=in_flight)
+    plan = Starts(graph).save_everything()
+    view = LiveView(plan)
+    drops = Drops(view)
+    executions = range(view.border, len(plan.sequence))
+    options = [drop for at in executions for number in view.idle_at(at) for drop in drops.around(number, at)]
+    if not options:
+        return
+    drops.apply(data.draw(st.sampled_from(options)))
+    found = Plan.of(graph, view.schedule())
+    runs = [place for place in range(len(plan.sequence)) for _ in (*view.inserted.get(place, ()), place)]
+    if len(found.schedule.forward) != len(plan.schedule.forward):
+        return  # an op that only the backward needs runs there alone now
+    beside = {place for place, ops in view.inserted.items() for place in (place, *[place + 1][: not ops])}
+    for place, level in zip(runs, found.timeline.bytes_at.tolist(), strict=True):
+        if place not in beside:
+            assert level <= view.bytes_at[place]
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(max_ops=20))
+def test_schedules_of_moves_are_valid(graph):
+    search = LocalSearch(graph, WorkLimit())
+    for start in Starts(graph).plans:
+        for trial in range(4):
+            ruined = search.ruined(start, trial)
+            ruined.check()
+            assert ruined.peak_bytes == max(replay_bytes(graph, ruined.schedule))
+        view = LiveView(start)
+        view.removed.update(keep.execution for keep in keeps_of(view)[:1])
+        assert Plan.of(graph, view.schedule()).recompute_seconds <= start.recompute_seconds + 1e-9
+
+
+# -- the cheapest within bytes -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs(max_ops=24), st.floats(0.0, 1.0), st.sampled_from([1, 3]))
+def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in_flight):
+    graph = dataclasses.replace(graph, in_flight=in_flight)
+    planner = Planner(graph, 60.0)
+    least, most = planner.lowest.peak_bytes, planner.baseline.peak_bytes
+    budget = least + int(share * max(0, most - least))
+    found = planner.find(budget)
+    assert found.plan is not None
+    found.plan.check()
+    assert found.plan.peak_bytes <= budget
+    assert found.lower_bound_seconds <= found.plan.cost_seconds * (1 + 1e-9)
+    assert all(found.plan.cost_seconds <= start.cost_seconds for start in planner.plans if start.peak_bytes <= budget)
+    assert Planner(graph, 60.0).find(budget).plan.schedule == found.plan.schedule
+
+
+def knapsack(sizes: list[int], seconds: list[float], workspace: int) -> Graph:
+    """One forward op per value. The backward begins with a large workspace, then reads the values one by one."""
+    build = GraphBuilder()
+    source, gradient = build.source(0), build.source(0, Role.TANGENT)
+    made = [build.op([source], size, seconds=cost, traits=Trait.NONE) for size, cost in zip(sizes, seconds, strict=True)]
+    loss = build.op(made, 0)
+    gradient = build.op([gradient], 1, forward=False, workspace_bytes=workspace)
+    for value in made:
+        gradient = build.op([value, gradient], 1, forward=False)
+    return build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), saving_seconds_per_byte=0.0)
+
+
+def test_two_small_values_take_the_memory_of_a_large_one():
+    # Of 12 free bytes, the large value gains 1.1 s per byte and leaves 2; the small ones gain 1 s per byte and leave none.
+    found = Planner(knapsack([10, 6, 6], [11.0, 6.0, 6.0], 20), 60.0).find(33).plan
+    assert found is not None
+    assert found.added_seconds == 11.0
+    assert [found.graph.values[value].bytes for value in found.saved] == [6, 6]
+
+
+def uneven_chain(count: int, seed: int) -> Graph:
+    """A training step of ``count`` layers of different seconds and bytes. Each layer's gradient reads the layer's input."""
+    generator = random.Random(seed)
+    edges = [(i, i + 1) for i in range(2 * count - 1)] + [(i, 2 * count - 1 - i) for i in range(count)]
+    seconds = [float(generator.randint(1, 9)) for _ in range(2 * count)]
+    sizes = [generator.randint(1, 9) * 100 for _ in range(2 * count)]
+    return Graph.from_dag(seconds, sizes, edges, num_forward=count)
+
+
+@pytest.mark.parametrize(("count", "seed"), [(12, 9), (16, 1), (16, 6), (16, 11)])
+def test_trials_lower_the_cost_near_the_least_peak(count, seed):
+    graph = uneven_chain(count, seed)
+    planner = Planner(graph)
+    budget = int(1.02 * planner.lowest.peak_bytes)
+    found = planner.find(budget)
+    solved = LocalSearch(graph, WorkLimit()).solved(planner.plans, budget, never)
+    assert found.lower_bound_seconds <= found.plan.cost_seconds
+    assert not solved or found.plan.cost_seconds <= solved[0].cost_seconds
+
+
+# -- the least peak ------------------------------------------------------------------------------------------------------
+
+
+def twice_needed() -> Graph:
+    """A step whose backward reads one large value at its start and at its end, with another large one between."""
+    build = GraphBuilder()
+    x = build.source(0)
+    large = build.op([x], 100)
+    out = build.op([large], 0)
+    first = build.op([large, build.source(0, Role.TANGENT)], 1, forward=False)
+    middle = build.op([first], 100, forward=False)
+    small = build.op([middle], 1, forward=False)
+    last = build.op([large, small], 1, forward=False)
+    return build.graph(forward_outputs=(out,), backward_outputs=(last,), saving_seconds_per_byte=0.0)
+
+
+def test_a_budget_that_no_start_keeps_to_is_met():
+    planner = Planner(twice_needed())
+    found = planner.find(150)
+    assert found.plan is not None
+    assert found.plan.peak_bytes == 102
+    assert Planner(twice_needed(), moves=False).find(150).plan is None
+    infeasible = planner.find(101)
+    assert (infeasible.plan, infeasible.smallest.peak_bytes, infeasible.lower_bound_bytes) == (None, 102, 102)
+    assert infeasible.lower_bound_seconds == math.inf
+
+
+@settings(max_examples=25, deadline=None)
+@given(graphs(max_ops=24))
+def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
+    planner = Planner(graph)
+    planner.find(planner.smallest.peak_bytes)
+    lowest = planner.lowest
+    lowest.check()
+    assert planner.moments.peak_bytes() <= lowest.peak_bytes <= planner.smallest.peak_bytes
+    assert planner.smallest.peak_bytes <= min(start.peak_bytes for start in planner.plans)
+    assert Planner(graph).lowest.schedule == lowest.schedule
+    fitting = Planner(graph).find(lowest.peak_bytes).plan
+    assert fitting is not None
+    assert fitting.peak_bytes <= lowest.peak_bytes
+
+
+@pytest.mark.parametrize("length", [6, 24])
+def test_the_least_peak_of_a_chain_is_close_to_the_proven_bound(length):
+    planner = Planner(training_chain(length, size=100))
+    assert planner.lowest.peak_bytes <= planner.moments.peak_bytes() + 100
+
+
+def test_a_single_phase_has_the_same_search():
+    """A residual chain: the values of its start are read again at its end."""
+    graph = Graph.from_dag([1.0] * 20, [10] * 20, [(i, i + 1) for i in range(19)] + [(i, 19 - i) for i in range(9)])
+    planner = Planner(graph)
+    peak = planner.baseline.peak_bytes
+    found = planner.find(int(0.7 * peak))
+    assert found.plan is not None
+    found.plan.check()
+    assert found.plan.peak_bytes <= int(0.7 * peak)
+    assert found.lower_bound_seconds <= found.plan.cost_seconds
+    assert planner.lowest.peak_bytes < peak
