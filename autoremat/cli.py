@@ -252,7 +252,7 @@ def explain(
     args, kwargs = arguments_of(inputs)
     options = request.options(request.budget_for(model, own))
     found = autoremat.explain(model, *args, options=options, device=request.device, lower=lower, **kwargs)
-    if save_plan is not None and found.plan is not None:
+    if save_plan is not None:
         found.plan.save(save_plan)
     if html is not None:
         found.to_html(html)
@@ -335,13 +335,13 @@ def calibrate() -> None:
 @main.group("cache", invoke_without_command=True)
 @click.pass_context
 def cache_command(ctx: click.Context) -> None:
-    """Show the folder of reports, plans and measured figures.
+    """Show the folder of reports and measured figures.
 
-    AUTOREMAT_CACHE_DIR names another folder, AUTOREMAT_CACHE_SIZE how much reports and plans may take (default: 1 GiB).
+    AUTOREMAT_CACHE_DIR names another folder, AUTOREMAT_CACHE_SIZE how much reports may take (default: 1 GiB).
     """
     if ctx.invoked_subcommand is not None:
         return
-    click.echo(f"{disk_cache.folder('')}: at most {format_bytes(disk_cache.size_limit())} of reports and plans")
+    click.echo(f"{disk_cache.folder('')}: at most {format_bytes(disk_cache.size_limit())} of reports")
     for kind in disk_cache.KINDS:
         files = disk_cache.stored(kind)
         click.echo(f"  {kind:<11}{len(files):>7} files {format_bytes(sum(file.bytes for file in files)):>12}")

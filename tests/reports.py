@@ -8,6 +8,8 @@ from strategies import chain
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.report.peak_snapshot import peak_of, profile_of
 from autoremat.report.report import Report
 
 LENGTH = 24
@@ -25,6 +27,22 @@ def network() -> Graph:
 
 
 def report_for(budget: int | None, **fields: object) -> Report:
-    planning = Planner(network()).find(budget)
-    given = {"budget_bytes": budget, "planning_seconds": 0.25, "compiler": "aot_eager", "device": "cpu", **fields}
-    return Report.of(planning, planning.plan or planning.smallest, **given)
+    return report_on(Planner(network()).find(budget), budget, **fields)
+
+
+def report_on(planning: PlanningResult, budget: int | None, **fields: object) -> Report:
+    found, baseline = planning.plan or planning.smallest, planning.baseline
+    plan = dataclasses.replace(
+        found,
+        budget_bytes=budget,
+        lower_bound_bytes=planning.lower_bound_bytes,
+        lower_bound_seconds=planning.lower_bound_seconds,
+        interrupted=planning.interrupted,
+    )
+    facts = {
+        "cost_model": "roofline", "calibrated_share": 0.0, "assumed_share": 1.0, "compiler": "aot_eager", "device": "cpu",
+        "planning_seconds": 0.25, "baseline_peak_bytes": baseline.peak_bytes, "peak_before": peak_of(baseline),
+        "profile_before": profile_of(baseline), "smallest_peak_bytes": planning.smallest.peak_bytes, "limit_bytes": budget,
+        "ended_by_clock": planning.ended_by_clock,
+    }  # fmt: skip
+    return Report(plan=plan, **facts | fields)

@@ -21,7 +21,6 @@ from autoremat.planner.graph.op import Role, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
-from autoremat.report.stored import StoredTensors
 
 Choose = Callable[[Graph, Schedule], Schedule]
 """Returns a schedule with stays for one without."""
@@ -103,7 +102,8 @@ def staying(choose: Choose) -> Iterator[Seen]:
         planned = original(priced, context, earlier)
         plan = Plan.of(planned.plan.graph, choose(planned.plan.graph, planned.plan.schedule), planned.plan.label)
         found.plans.append(plan)
-        return replace(planned, plan=plan, report=replace(planned.report, stored=StoredTensors.of(plan)))
+        told = replace(planned.report.plan, schedule=plan.schedule, timeline=plan.timeline)
+        return replace(planned, plan=plan, report=replace(planned.report, plan=told))
 
     with mock.patch.object(peers, "plan_graph", plan_graph):
         yield found

@@ -22,8 +22,11 @@ Reader = Callable[[Any], Any]
 def plain(value: Any, as_rows: bool = False) -> Any:
     """Returns ``value`` as JSON data; :class:`Codec` returns the inverse.
 
-    A dataclass becomes a dict. With ``as_rows``, it becomes the list of its fields' values.
+    A dataclass becomes a dict. With ``as_rows``, it becomes the list of its fields' values. A class with a form of its own has
+    ``to_data()`` and the class method ``from_data(data)``.
     """
+    if hasattr(value, "to_data"):
+        return value.to_data()
     if isinstance(value, enum.Flag):
         return [flag.name for flag in type(value) if flag in value and flag.value]
     if isinstance(value, enum.Enum):
@@ -71,6 +74,8 @@ class Codec:
     def _make_reader(self, kind: Any) -> Reader:
         if kind in (str, bool, int, float):
             return self._scalar(kind)
+        if hasattr(kind, "from_data"):
+            return lambda data: kind.from_data(data)
         if get_origin(kind) is tuple:
             return self._tuple(*get_args(kind))
         if get_origin(kind) in (types.UnionType, Union):

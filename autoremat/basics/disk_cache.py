@@ -1,10 +1,10 @@
 """Reads and writes the files of the cache folder.
 
-The folder holds five kinds of JSON files. Reports and plans serve compilations that torch answers from its own caches. Rates of
+The folder holds four kinds of JSON files. Reports serve compilations that torch answers from its own caches. Rates of
 devices, links to the host and workspaces of kernels are stored so that each is measured only once.
 
 The folder is ``AUTOREMAT_CACHE_DIR``, or else the user's cache folder. It has one file per compiled graph or device. Nothing
-read from a file is executed, and a file that does not parse counts as absent. Reports and plans may take
+read from a file is executed, and a file that does not parse counts as absent. Reports may take
 ``AUTOREMAT_CACHE_SIZE`` together (such as ``"2GiB"``; default 1 GiB). Above that, the least recently used files are deleted.
 """
 
@@ -38,7 +38,7 @@ DEFAULT_SIZE = 2**30
 MOST_BYTES = 2**60
 """The most bytes that a file may state for anything."""
 
-EVICTED = ("reports", "plans")
+EVICTED = ("reports",)
 KINDS = (*EVICTED, "rates", "workspaces", "host_links")
 """All kinds of files. Only the ``EVICTED`` kinds are deleted for space: a compilation restores them. Measured figures are small
 and stay."""
@@ -180,7 +180,7 @@ def stored(kind: str) -> list[Stored]:
 
 
 def size_limit() -> int:
-    """Returns the bytes that reports and plans may take together.
+    """Returns the bytes that reports may take together.
 
     Raises ``OptionsError`` if the environment variable is malformed.
     """
@@ -192,7 +192,7 @@ def size_limit() -> int:
 
 
 def _evict() -> None:
-    """Deletes abandoned temporary files and, if the cache is over its limit, the least recently used reports and plans.
+    """Deletes abandoned temporary files and, if the cache is over its limit, the least recently used reports.
 
     Eviction continues until a tenth of the limit is free.
     """

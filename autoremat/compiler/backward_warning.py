@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,15 +61,12 @@ class Backwards:
     """The backwards of one graph."""
 
     report: Report
-    """Without its plan."""
-    bytes: BackwardBytes | None
-    """None if the plan is lost: a record of an earlier process may lack it."""
     told: Told
 
-    @classmethod
-    def of(cls, report: Report, without_plan: Report, told: Told) -> Backwards:
-        """Returns the backwards by the plan of ``report``. Only ``without_plan``, the same report, is kept."""
-        return cls(without_plan, None if report.plan is None else BackwardBytes.of(report.plan.timeline), told)
+    @cached_property
+    def bytes(self) -> BackwardBytes:
+        """The bytes of a backward by the plan."""
+        return BackwardBytes.of(self.report.plan.timeline)
 
     def follow(self, node: Node, device: torch.device, packed: autograd.Packed | None) -> None:
         """Looks at the backwards of a call with this autograd node. ``packed`` is what hooks keep of its saved tensors."""
@@ -93,15 +91,13 @@ class Backwards:
             )
 
     def peak(self, gradients: int, keeps_graph: bool) -> int:
-        """Returns the peak of a backward of so many gradients under ``vmap``; an upper bound if the plan is lost."""
+        """Returns the peak of a backward of so many gradients under ``vmap``."""
         excess = self.report.peak_bytes - self.report.predicted_peak_bytes  # of generated code
-        if self.bytes is None:
-            return max(gradients, 1) * self.report.peak_bytes + keeps_graph * self.report.saved_bytes
         return self.bytes.peak(gradients, keeps_graph) + excess
 
     def gradients_within(self, budget: int) -> int:
-        """Returns the most gradients under ``vmap`` that are within the budget; 0 if that is unknown."""
-        return 0 if self.bytes is None else self.bytes.gradients_within(budget)
+        """Returns the most gradients under ``vmap`` that are within the budget."""
+        return self.bytes.gradients_within(budget)
 
 
 class _Call:
@@ -154,7 +150,7 @@ def _message(graph: Backwards, need: int, count: int, beside: int, keeps: bool) 
         ways.append(f"keeps what was saved for it ({by}), up to {format_bytes(report.saved_bytes)}")
     if beside:
         ways.append(f"runs beside the {format_bytes(beside)} of gradients that earlier ones of the same call left")
-    bound = "up to " if graph.bytes is None or count else ""
+    bound = "up to " if count else ""
     further = (
         f", and a further one the gradients of this one beside that, {format_bytes(max(count, 1) * report.gradient_bytes)}"
     )

@@ -241,13 +241,19 @@ def _completed(
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
     if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
-        report = dataclasses.replace(report, budget_bytes=max(peak, report.budget_bytes or 0))
+        plan = dataclasses.replace(report.plan, budget_bytes=max(peak, report.budget_bytes or 0))
+        report = dataclasses.replace(report, plan=plan)
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    report = report.compiled(peak, len(attempts) - 1, reason)
-    report = dataclasses.replace(report, graph_pool_bytes=pool)
     if earlier.ended_by_clock:  # also of a search behind code generation
-        report = dataclasses.replace(report, time_limited=True, ended_by_clock=True)
-    return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
+        report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, interrupted=True), ended_by_clock=True)
+    return dataclasses.replace(
+        report,
+        compiled_peak_bytes=peak,
+        replans=len(attempts) - 1,
+        room_left_because=reason,
+        graph_pool_bytes=pool,
+        notes=(*report.notes, ESTIMATED) if is_estimate else report.notes,
+    )
 
 
 def _error(planned: BudgetedGraph, verdict: Infeasible) -> Exception:

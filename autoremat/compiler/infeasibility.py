@@ -17,7 +17,7 @@ from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.report.binding import parts_of_peak, remedies_for_model
+from autoremat.report.binding import parts_of_peak, remedies_for_model, remedy_for
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
 from autoremat.request.limits import Limits
 
@@ -40,7 +40,7 @@ def infeasible(
     ones of the error.
     """
     smallest = planning.smallest
-    moment, parts = peak_of(smallest, None), parts_of_peak(smallest)
+    moment, parts = peak_of(smallest), parts_of_peak(smallest)
     live = () if moment is None else moment.live
     occupants = [Occupant(NAMES.get(t.sort, "") + t.name, t.bytes, t.module, t.source) for t in live]
     if minimum > smallest.peak_bytes:
@@ -51,8 +51,8 @@ def infeasible(
         "lower_bound_bytes": planning.lower_bound_bytes,
         "occupants": occupants,
         "device": device,
-        "remedies": (*limits.remedies(minimum - budget), *remedies, *(part.remedy for part in parts[:1])),
-        "parts": tuple((part.name, part.bytes) for part in parts),
+        "remedies": (*limits.remedies(minimum - budget), *remedies, *(remedy_for(kind) for kind, _ in parts[:1])),
+        "parts": parts,
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),
     }

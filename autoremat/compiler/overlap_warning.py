@@ -44,7 +44,6 @@ class Watched:
     """
 
     report: Report
-    """Without its plan, as the graph may live long."""
     by_share: bool
     is_part: bool = False
     """True if the graph is one of several of a broken function, which keep a share together."""
@@ -315,9 +314,8 @@ def reset() -> None:
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch, and its backwards looked at."""
-    kept, function = replace(report, plan=None, values=()), number_of_function()
-    backwards = Backwards.of(report, kept, told_of(function))
-    graph = Watched(kept, by_share, is_part, function, backwards, SizeCheck(report))
+    function = number_of_function()
+    graph = Watched(report, by_share, is_part, function, Backwards(report, told_of(function)), SizeCheck(report))
     _watch.add(graph)
 
     def call(*args: Any) -> Any:

@@ -160,7 +160,6 @@ class Members:
         link = None if host is None else host_link_of(device, request.options.cost_model != pricing.ROOFLINE)
         budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
         is_share = limits.step_share is not None  # each rank has its own: limits of several ranks may not go together
-        is_whole = found is not None and (found.report is None or found.report.plan is not None)
         part = {
             "budget": "share" if is_share else budget,
             "granted": limits.granted_bytes,
@@ -168,7 +167,7 @@ class Members:
             "link": None if link is None else [*astuple(link)],
             "options": json.loads(replace(request, limits=others).cache_key()),
             "rates": pricing.identity(request.options.cost_model, device),
-            "record": found.agreement if found is not None and is_whole else "",
+            "record": "" if found is None else found.agreement,
         }
 
         def decide(parts: Parts) -> dict[str, Any]:
@@ -192,7 +191,7 @@ class Members:
         limits = replace(limits, host_bytes=agreed["host"])
         self.record = found if agreed["is_warm"] else None
         known = None if self.record is None else self.record.report
-        if known is not None and known.plan is not None:
+        if known is not None:
             self.told = _told("of an earlier process", known.plan.dumps(), known.loss_chunks, known.tiles, known.ended_by_clock)
         request = replace(request, limits=limits)
         rates = None if agreed["rates"] is None else Rates.from_json(agreed["rates"])

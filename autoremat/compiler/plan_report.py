@@ -15,9 +15,9 @@ from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.loss_chunking import ChunkingChoice
 from autoremat.planner.cost import device_memory
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.report.peak_snapshot import peak_of, profile_of
 from autoremat.report.report import Report
-from autoremat.request.limits import Limits
 from autoremat.torch_private.higher_order import chunked_by
 
 
@@ -38,60 +38,68 @@ class ReportedPlan:
 def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Report:
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
     now("describing the plan")
-    taken, whole, reference = facts.choice.taken, facts.choice.whole, facts.reference
-    captured, limits = taken.priced.captured, context.request.limits
-    share = taken.priced.step_share(limits)
-    notes = ["" if share is None else share.note, note_on_settings(captured.runs_on)]
-    notes += [note_on_sizes(taken.priced.joint.module.graph), _note_on_memory(facts.budget, captured.device.name)]
-    return Report.of(
-        facts.planning,
+    taken, whole, planning = facts.choice.taken, facts.choice.whole, facts.planning
+    priced, limits, baseline = taken.priced, context.request.limits, planning.baseline
+    share, captured = priced.step_share(limits), priced.captured
+    notes = ("" if share is None else share.note, note_on_settings(captured.runs_on), note_on_sizes(priced.joint.module.graph),
+             _note_on_memory(facts.budget, captured.device.name))  # fmt: skip
+    plan = dataclasses.replace(
         facts.plan,
-        facts.code_headroom_bytes + context.extra_headroom_bytes,
         budget_bytes=facts.budget,
-        budget_share=None if reference is None else limits.reference_share,
-        reference_bytes=None if reference is None else reference.bytes,
-        reference_source="" if reference is None else reference.source,
-        reference_saved_bytes=None if reference is None else reference.saved_bytes,
-        granted_bytes=None if reference is None else limits.granted_bytes or None,
-        soft_budget_bytes=facts.soft_budget,
-        planning_seconds=time.perf_counter() - start,
+        host_budget_bytes=limits.host_bytes,
+        lower_bound_bytes=planning.lower_bound_bytes,
+        lower_bound_seconds=planning.lower_bound_seconds,
+        interrupted=planning.interrupted,
+    )
+    shares: dict[str, Any] = {}
+    if (reference := facts.reference) is not None:
+        shares = {
+            "budget_share": limits.reference_share,
+            "reference_bytes": reference.bytes,
+            "reference_source": reference.source,
+            "reference_saved_bytes": reference.saved_bytes,
+            "granted_bytes": limits.granted_bytes or None,
+        }
+    return Report(
+        plan=plan,
         compiler=context.request.options.compiler,
         device=captured.device.name,
+        planning_seconds=time.perf_counter() - start,
+        ended_by_clock=planning.ended_by_clock,
+        baseline_peak_bytes=baseline.peak_bytes,
+        peak_before=peak_of(baseline),
+        profile_before=profile_of(baseline),
+        smallest_peak_bytes=planning.smallest.peak_bytes,
+        minimum_is_searched=planning.least_is_searched,
         loss_chunks=taken.chunks,
-        tiles=taken.priced.joint.tiles,
-        tiled_stretches=taken.priced.joint.stretches,
-        loss_chunked_by=chunked_by(taken.priced.joint.module),
-        code_headroom_bytes=facts.code_headroom_bytes,
+        loss_chunked_by=chunked_by(priced.joint.module),
         minimum_unchunked_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
-        unknown_workspaces=captured.unknown_workspaces,
-        accumulated_bytes=taken.priced.accumulated_bytes,
+        tiles=priced.joint.tiles,
+        tiled_stretches=priced.joint.stretches,
+        accumulated_bytes=priced.accumulated_bytes,
+        unused_forms=priced.unused_forms,
         constraint_warnings=taken.constrained.warnings,
-        device_ledger=limits.ledger,
-        host_memory_bytes=limits.host_bytes,
-        unused_forms=taken.priced.unused_forms,
         notes=tuple(filter(None, notes)),
-        **time_figures(facts, limits),
-        **dataclasses.asdict(taken.priced.pricing),
+        code_headroom_bytes=facts.code_headroom_bytes,
+        unknown_workspaces=captured.unknown_workspaces,
+        limit_bytes=_limit_on(plan, facts, context),
+        soft_budget_bytes=facts.soft_budget,
+        device_ledger=limits.ledger,
+        max_slowdown=None if taken.time is None else taken.time.max_slowdown,
+        seconds_without_budget=None if taken.time is None else taken.time.seconds,
+        timed_minimum_bytes=None if taken.least is None else taken.least.peak_bytes,
+        **shares,
+        **dataclasses.asdict(priced.pricing),
     )
 
 
-def time_figures(facts: ReportedPlan, limits: Limits) -> dict[str, Any]:
-    """Returns the fields of a report on the budget of time; empty if there is none."""
-    time, least = facts.choice.taken.time, facts.choice.taken.least
-    if time is None:
-        return {}
-    slowdown = time.slowdown(facts.plan)
-    if not limits.bounds_memory:
-        binding = "max_slowdown" if facts.plan.peak_bytes > facts.planning.smallest.peak_bytes else ""
-    else:
-        binding = "memory_budget" if slowdown > ROUNDING else ""
-    return {
-        "max_slowdown": time.max_slowdown,
-        "slowdown": slowdown,
-        "seconds_without_budget": time.seconds,
-        "binding_budget": binding,
-        "timed_minimum_bytes": None if least is None else least.peak_bytes,
-    }
+def _limit_on(plan: Plan, facts: ReportedPlan, context: PlanningContext) -> int | None:
+    """Returns the bound on the simulated peak that ``plan`` keeps to; None if there is none."""
+    if facts.budget is not None:
+        return facts.budget - facts.code_headroom_bytes - context.extra_headroom_bytes
+    if facts.choice.taken.time is not None:
+        return plan.peak_bytes
+    return facts.soft_budget if facts.soft_budget is not None and plan.peak_bytes <= facts.soft_budget else None
 
 
 def _note_on_memory(budget: int | None, device: str) -> str:

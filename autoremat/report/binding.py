@@ -6,23 +6,13 @@ backward, outputs and workspaces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
-from autoremat.report.peak_snapshot import LiveTensor, TensorCategory, peak_of
-
-NAMES = {
-    TensorCategory.GRADIENT: "gradients",
-    TensorCategory.SAVED: "saved tensors",
-    TensorCategory.RECOMPUTED: "recomputed tensors",
-    TensorCategory.TEMPORARY: "temporary tensors",
-    TensorCategory.OUTPUT: "outputs of the forward",
-    TensorCategory.TANGENT: "tangents",
-}
-"""Kinds of bytes beside operands and workspaces."""
+from autoremat.report.peak_snapshot import TensorCategory, peak_of
 
 REMEDIES: dict[str, str] = {
     "gradients": "free gradients early: run the optimizer in the backward, shard (FSDP2's fully_shard), or train fewer "
@@ -37,17 +27,11 @@ REMEDIES: dict[str, str] = {
 LOOPS = ("scan", "while_loop", "associative_scan", "map_impl")
 """Ops of torch that run a body many times. A plan saves what all runs save, or repeats all of them."""
 
+INNER = (TensorCategory.SAVED, TensorCategory.RECOMPUTED, TensorCategory.TEMPORARY)
+"""Categories of tensors that an op can have as operands."""
+
 OPERANDS, WORKSPACE = "operands of ", "workspace of "
 """Beginnings of the kinds that name one op."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The bytes of one kind at a peak."""
-
-    name: str
-    bytes: int
-    remedy: str = ""
 
 
 def remedy_for(kind: str) -> str:
@@ -60,20 +44,23 @@ def remedy_for(kind: str) -> str:
     return REMEDIES.get(kind, "")
 
 
-def parts_of_peak(plan: Plan) -> tuple[Part, ...]:
-    """Returns the bytes at the peak of ``plan`` by kind, the largest first. Their sum is the peak."""
-    moment, graph = peak_of(plan, None), plan.graph
+def parts_of_peak(plan: Plan) -> tuple[tuple[str, int], ...]:
+    """Returns the kinds of bytes at the peak of ``plan``, each with its bytes, the largest first. Their sum is the peak."""
+    moment, graph = peak_of(plan), plan.graph
     if moment is None:
         return ()
     op = graph.ops[plan.schedule.sequence[moment.position]]
     where = f"{moment.op} of {moment.module}" if moment.module else moment.op
     operands = {graph.values[value].name for value in (*op.inputs, *op.outputs)}
-    sums: dict[str, int] = {}
+    sums = Counter[str]()
     for tensor in moment.live:
-        name = _kind(tensor, operands, where)
-        sums[name] = sums.get(name, 0) + tensor.bytes
-    ordered = sorted(sums.items(), key=lambda pair: (-pair[1], pair[0]))
-    return tuple(Part(name, bytes_, remedy_for(name)) for name, bytes_ in ordered)
+        kind = tensor.sort.value
+        if tensor.sort is TensorCategory.WORKSPACE:
+            kind = WORKSPACE + where
+        elif tensor.sort in INNER and tensor.name in operands:
+            kind = OPERANDS + where
+        sums[kind] += tensor.bytes
+    return tuple(sorted(sums.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def remedies_for_model(plan: Plan, graph: Graph) -> tuple[str, ...]:
@@ -81,7 +68,7 @@ def remedies_for_model(plan: Plan, graph: Graph) -> tuple[str, ...]:
 
     These are tensors that its checkpoint policies save, and what its loops hold. ``graph`` is free of the user's constraints.
     """
-    moment = peak_of(plan, None)
+    moment = peak_of(plan)
     if moment is None:
         return ()
     demanded = {graph.values[v].name for op in graph.ops if op.constraint is Constraint.SAVE for v in op.outputs}
@@ -99,13 +86,3 @@ def remedies_for_model(plan: Plan, graph: Graph) -> tuple[str, ...]:
         found.append(f"write the {op.target.rpartition('.')[2]}{where} out as a Python loop: as one op it holds "
                      f"{format_bytes(sum(held.values()))} of that peak, of all its runs")  # fmt: skip
     return tuple(found)
-
-
-def _kind(tensor: LiveTensor, operands: set[str], where: str) -> str:
-    """Returns the kind of a live tensor; ``operands`` are the names of what the op at the peak reads and computes."""
-    if tensor.sort is TensorCategory.WORKSPACE:
-        return WORKSPACE + where
-    inner = (TensorCategory.SAVED, TensorCategory.RECOMPUTED, TensorCategory.TEMPORARY)
-    if tensor.sort in inner and tensor.name in operands:
-        return OPERANDS + where
-    return NAMES[tensor.sort] if tensor.sort in NAMES else str(tensor.sort.value)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
@@ -114,6 +114,66 @@ class ForwardValue:
         return self.reason.sentence + (f": {self.detail}" if self.detail else "")
 
 
+@dataclass(frozen=True)
+class SavedTensor:
+    """A storage that the forward saves for the backward."""
+
+    name: str
+    bytes: int
+    op: str
+    module: str
+    source: str
+
+
+def saved_tensors(plan: Plan) -> tuple[SavedTensor, ...]:
+    """Returns the saved tensors of a plan, the largest first."""
+    values, ops = plan.graph.values, plan.graph.ops
+    largest_first = (values[v] for v in sorted(plan.saved, key=lambda v: (-values[v].bytes, v)))
+    return tuple(
+        SavedTensor(v.name, v.bytes, "" if v.producer is None else ops[v.producer].target, v.module, v.source)
+        for v in largest_first
+    )
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over forward values of one class of modules or of one op. Seconds are estimates of the cost model."""
+
+    name: str
+    values: int
+    saved_bytes: int
+    recomputed_bytes: int
+    fused_bytes: int
+    """Bytes of values that are never materialised."""
+    seconds: float
+    """Seconds of one execution of the ops."""
+    added_seconds: float
+    """Seconds of recomputation."""
+    stored_bytes: int
+    """Bytes of saved values that are kept in another form than on the device."""
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[ForwardValue]) -> Total:
+        """Returns the sums over ``values``."""
+        sizes = Counter[Decision]()
+        for value in values:
+            sizes[value.decision] += value.bytes
+        bytes_ = (sizes[Decision.SAVED], sizes[Decision.RECOMPUTED], sizes[Decision.FUSED])
+        seconds = (sum(v.seconds for v in values), sum(v.added_seconds for v in values))
+        return cls(name, len(values), *bytes_, *seconds, sum(sizes[decision] for decision in OF_FORM.values()))
+
+
+def totals_of(values: Iterable[ForwardValue], by: str) -> tuple[Total, ...]:
+    """Returns sums over ``values`` by ``"module"`` or ``"op"``, the most saved bytes first."""
+    if by not in ("module", "op"):
+        raise ValueError(f'totals(by={by!r}) is not accepted. Accepted: "module", "op"')
+    groups: dict[str, list[ForwardValue]] = {}
+    for value in values:
+        groups.setdefault(module_class(value.module) if by == "module" else op_name(value.op), []).append(value)
+    totals = [Total.of(name, members) for name, members in groups.items()]
+    return tuple(sorted(totals, key=lambda total: (-total.saved_bytes, -total.added_seconds, total.name)))
+
+
 def module_class(module: str) -> str:
     """Returns a module path with ``*`` for its numbers: ``layers.*.mlp`` for ``layers.3.mlp`` and ``layers.4.mlp``."""
     return ".".join("*" if part.isdigit() else part for part in module.split(".")) if module else ""
@@ -188,19 +248,15 @@ class _Explainer:
 
     def reason(self, index: int, value: int, decision: Decision) -> tuple[Reason, str]:
         """Returns the reason for a decision, with its detail."""
-        match decision:
-            case Decision.SAVED:
-                return self.why_saved(index, value)
-            case Decision.OFFLOADED | Decision.PACKED | Decision.SHARDED:
-                return Reason.FREES_MEMORY, self.stay_detail(index, value)
-            case Decision.RECOMPUTED:
-                return self.why_recomputed(index, value)
-            case Decision.POSTPONED:
-                return Reason.ONLY_BACKWARD, ""
-            case Decision.FUSED:
-                return Reason.INSIDE_READERS, ""
-            case Decision.FORWARD_ONLY:
-                return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
+        if decision is Decision.SAVED:
+            return self.why_saved(index, value)
+        if decision is Decision.RECOMPUTED:
+            return self.why_recomputed(index, value)
+        if value in self.stays:
+            return Reason.FREES_MEMORY, self.stay_detail(index, value)
+        if decision is Decision.FORWARD_ONLY:
+            return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
+        return (Reason.ONLY_BACKWARD if decision is Decision.POSTPONED else Reason.INSIDE_READERS), ""
 
     def stay_detail(self, index: int, value: int) -> str:
         """Returns the seconds of recomputing a stored value, if that is possible, and those of its transfers."""

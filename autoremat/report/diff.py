@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autoremat.basics.display import PlainTable, Shown
@@ -27,6 +28,12 @@ class Change:
         """The larger of its two sizes."""
         return max(value.bytes for value in (self.before, self.after) if value is not None)
 
+    @property
+    def differs(self) -> bool:
+        """True if the decision or the size differs."""
+        old, new = self.before, self.after
+        return old is None or new is None or (old.decision, old.bytes) != (new.decision, new.bytes)
+
 
 @dataclass(frozen=True, repr=False)
 class ReportDiff(Shown):
@@ -34,8 +41,14 @@ class ReportDiff(Shown):
 
     before: ReportData
     after: ReportData
-    changes: tuple[Change, ...]
-    """Changed values, the largest first."""
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """Changed values, the largest first. They are matched by their names."""
+        first, second = ({value.name: value for value in report.values} for report in (self.before, self.after))
+        pairs = {name: (first.get(name), second.get(name)) for name in (*first, *second)}
+        differing = [one for one in (Change(name, *pair) for name, pair in pairs.items()) if one.differs]
+        return tuple(sorted(differing, key=lambda change: -change.bytes))
 
     @property
     def figures(self) -> tuple[tuple[str, str, str, str], ...]:
@@ -86,26 +99,10 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("peak on the host", "host_peak_bytes", format_bytes),
     ("recomputation", "recompute_seconds", format_seconds),
     ("stalls", "stall_seconds", format_seconds),
-    ("forward", "forward_seconds", format_seconds),
     ("step", "step_seconds", format_seconds),
 )
 _OF_OTHER_FORMS = ("host_peak_bytes", "stall_seconds")
 """Figures that are shown only if a plan keeps saved tensors in other forms."""
-
-
-def compare(before: ReportData, after: ReportData) -> ReportDiff:
-    """Returns the differences between two reports."""
-    first, second = _by_name(before), _by_name(after)
-    changes = []
-    for name in dict.fromkeys([*first, *second]):
-        old, new = first.get(name), second.get(name)
-        if old is None or new is None or (old.decision, old.bytes) != (new.decision, new.bytes):
-            changes.append(Change(name, old, new))
-    return ReportDiff(before, after, tuple(sorted(changes, key=lambda change: -change.bytes)))
-
-
-def _by_name(report: ReportData) -> Mapping[str, ForwardValue]:
-    return {value.name: value for value in report.values}
 
 
 def _decision(value: ForwardValue | None) -> str:

@@ -1,12 +1,13 @@
 """Peak snapshots and memory profiles of plans: the live tensors at the peak, and the live bytes over the step.
 
-Both are read off the timelines of finished plans, without another simulation. Both are small enough to be stored with a report.
-A snapshot lists only its largest tensors. A profile has a few hundred samples, including the peak.
+Both are read off the timelines of finished plans, without another simulation. A profile has a few hundred samples, including
+the peak.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,6 @@ from autoremat.planner.graph.op import Role
 from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.decisions import module_class
-
-LISTED = 40
-"""Maximum number of live tensors that a snapshot lists."""
 
 SAMPLES = 240
 """Maximum number of samples of a profile."""
@@ -33,12 +31,12 @@ GRADIENTS, TANGENTS, WORKSPACE, OUTSIDE, SMALLER = "gradients", "tangents", "wor
 class TensorCategory(str, enum.Enum):
     """Category of a live tensor."""
 
-    SAVED = "saved"
-    RECOMPUTED = "recomputed"
-    TEMPORARY = "temporary"
-    OUTPUT = "output of the forward"
-    GRADIENT = "gradient"
-    TANGENT = "tangent"
+    SAVED = "saved tensors"
+    RECOMPUTED = "recomputed tensors"
+    TEMPORARY = "temporary tensors"
+    OUTPUT = "outputs of the forward"
+    GRADIENT = "gradients"
+    TANGENT = "tangents"
     WORKSPACE = "workspace"
     OTHER_CALLS = "other calls in flight"
     RESIDENT = "earlier micro-batches"
@@ -59,22 +57,28 @@ class LiveTensor:
 class PeakSnapshot:
     """The execution of one op and the tensors that are live during it."""
 
-    bytes: int
     half: str
     """``"forward"`` or ``"backward"``."""
     position: int
     """Index of the execution among the step's ``executions``."""
     executions: int
     op: str
-    target: str
     module: str
-    source: str
     live: tuple[LiveTensor, ...]
-    """Listed tensors, the largest first. All others count in ``others_bytes``."""
-    others: int
-    others_bytes: int
-    by_sort: tuple[tuple[TensorCategory, int], ...]
-    """Bytes of all live tensors by category, the largest sum first. Their total is ``bytes``."""
+    """Live tensors, the largest first."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all live tensors."""
+        return sum(tensor.bytes for tensor in self.live)
+
+    @property
+    def by_sort(self) -> list[tuple[TensorCategory, int]]:
+        """Bytes of the live tensors by category, the largest sum first."""
+        sums = Counter[TensorCategory]()
+        for tensor in self.live:
+            sums[tensor.sort] += tensor.bytes
+        return sums.most_common()
 
 
 @dataclass(frozen=True)
@@ -98,26 +102,14 @@ class Profile:
         return tuple(sum(column) for column in zip(*self.bytes, strict=True))
 
 
-def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
-    """Returns the snapshot of the first execution that reaches the plan's peak; None for an empty graph.
-
-    It lists the ``listed`` largest tensors (None: all).
-    """
-    graph, timeline, sequence = plan.graph, plan.timeline, plan.schedule.sequence
+def peak_of(plan: Plan) -> PeakSnapshot | None:
+    """Returns the snapshot of the first execution that reaches the plan's peak; None for an empty graph."""
+    sequence, border = plan.schedule.sequence, len(plan.schedule.forward)
     if not sequence:
         return None
-    position, border = timeline.peak_position, len(plan.schedule.forward)
-    op = graph.ops[sequence[position]]
-    live = _live_tensors(plan, position, border)
-    largest, rest = live[:listed], live[len(live[:listed]) :]
-    sums: dict[TensorCategory, int] = {}
-    for tensor in live:
-        sums[tensor.sort] = sums.get(tensor.sort, 0) + tensor.bytes
-    return PeakSnapshot(
-        timeline.peak_bytes, "forward" if position < border else "backward", position, len(sequence),
-        op.name, op.target, op.module, op.source, tuple(largest), len(rest), sum(tensor.bytes for tensor in rest),
-        tuple(sorted(sums.items(), key=lambda pair: -pair[1])),
-    )  # fmt: skip
+    position = plan.timeline.peak_position
+    op, live = plan.graph.ops[sequence[position]], tuple(_live_tensors(plan, position, border))
+    return PeakSnapshot("forward" if position < border else "backward", position, len(sequence), op.name, op.module, live)
 
 
 def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,9 +9,9 @@ from typing import Any
 
 from autoremat.report.report import Report
 
-KEPT, KEPT_WITH_PLAN = 1000, 100
-"""Maximum number of reports that a process keeps, and of those that keep their plans. Plans are larger. The limits bound the
-memory of a job that compiles again and again."""
+KEPT = 200
+"""Maximum number of reports that a process keeps, with their plans. It bounds the memory of a job that compiles again and
+again."""
 
 _reports: deque[Report] = deque(maxlen=KEPT)
 _lock = threading.Lock()
@@ -34,8 +33,6 @@ def add_report(report: Report) -> None:
     """Appends a report to those of this process."""
     with _lock:
         _reports.append(report)
-        if len(_reports) > KEPT_WITH_PLAN:
-            _reports[-KEPT_WITH_PLAN - 1] = dataclasses.replace(_reports[-KEPT_WITH_PLAN - 1], plan=None)
 
 
 def note_graph() -> None:
@@ -67,10 +64,7 @@ class Reports(list[Report]):
 
 
 def reports() -> Reports:
-    """Returns a report for each graph with a backward that was compiled in this process, oldest first.
-
-    The list has the latest 1,000 reports, of which the latest 100 have their ``plan``.
-    """
+    """Returns a report for each graph with a backward that was compiled in this process, oldest first: the latest 200."""
     with _lock:
         return Reports(_reports)
 

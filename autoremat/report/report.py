@@ -12,11 +12,11 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report import html_report, text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision
-from autoremat.report.diff import ReportDiff, compare
+from autoremat.report.diff import ReportDiff
 
 
-@dataclass(frozen=True, repr=False)
-class Report(ReportData, Shown):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Report(Shown, ReportData):
     """The plan of one graph in figures (:class:`ReportData`), with methods to show them."""
 
     def table(self, decision: Decision | str | None = None, limit: int | None = 40) -> PlainTable:
@@ -33,24 +33,20 @@ class Report(ReportData, Shown):
         return text_tables.totals_table(self.totals(by), by)
 
     def peak_table(self, before: bool = False, limit: int | None = 20) -> PlainTable | None:
-        """Returns the live tensors at the peak of the plan as a table; None if the peak is unknown.
+        """Returns the live tensors at the peak of the plan as a table; None for an empty graph.
 
         With ``before``, the peak is that without recomputation.
         """
         moment = self.peak_before if before else self.peak_after
         return None if moment is None else text_tables.moment_table(moment, limit)
 
-    def op_bytes_table(self) -> PlainTable | None:
-        """Returns the simulated live bytes of each execution of one call as a table; None if the report has no plan."""
-        return None if self.plan is None else text_tables.op_bytes_table(self.plan)
+    def op_bytes_table(self) -> PlainTable:
+        """Returns the simulated live bytes of each execution of one call as a table."""
+        return text_tables.op_bytes_table(self.plan)
 
     def diff(self, other: Report) -> ReportDiff:
         """Returns the differences between this report and ``other``. Values are matched by their names."""
-        return compare(self, other)
-
-    def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib."""
-        Path(path).write_text(html_report.to_html(self), encoding="utf-8")
+        return ReportDiff(self, other)
 
     def summary(self) -> str:
         """Returns a line for logs."""
@@ -58,7 +54,7 @@ class Report(ReportData, Shown):
         gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
         over = "" if self.within_budget else ", OVER THE BUDGET"
         clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
-        tensors = 0 if self.stored is None else sum(total.tensors for total in self.stored.totals)
+        tensors = len(self.plan.schedule.stays)
         stored = f", {tensors} tensors in other forms, stalls {format_seconds(self.stall_seconds)}" if tensors else ""
         return (
             f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{over}, "
@@ -73,3 +69,7 @@ class Report(ReportData, Shown):
     def tables(self) -> Sequence[PlainTable]:
         """Returns the printed tables."""
         return text_tables.tables(self)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib."""
+        Path(path).write_text(html_report.to_html(self), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.host_link import PLANNED_SHARE
@@ -46,66 +47,51 @@ class FormTotal:
 class StoredTensors:
     """Figures of all stays of a plan. Seconds are estimates of the cost model."""
 
-    totals: tuple[FormTotal, ...]
-    """The most bytes first."""
-    host_peak_bytes: int
-    """Bytes on the host of all open calls together."""
-    stall_seconds: float
-    """Seconds that the step waits, at the rate of the link for which it is planned."""
-    stall_seconds_at_best: float
-    """The same at the whole rate of the link."""
-    busiest_engine: str
-    """The engine whose transfers take the most seconds."""
-    busiest_seconds: float
-    both_ways_seconds: float = 0.0
-    """Seconds during which copies run to the host and from it at once."""
-    both_ways: float = 1.0
-    """The share of their rates that both directions have then. Stalls leave that out."""
+    plan: Plan
 
-    @classmethod
-    def of(cls, plan: Plan) -> StoredTensors | None:
-        """Returns the figures of ``plan``; None if it keeps all saved tensors on the device."""
-        graph, stays = plan.graph, plan.schedule.stays
-        if not stays:
-            return None
-        found: dict[str, list[tuple[int, int, int]]] = {}
-        for stay in stays:
-            value, form = graph.values[stay.value], graph.values[stay.value].form(stay.form)
-            found.setdefault(stay.form, []).append((value.bytes, form.device_bytes, form.host_bytes))
-        totals = [FormTotal(name, len(sizes), *map(sum, zip(*sizes, strict=True))) for name, sizes in found.items()]
-        engine, busy = max(plan.stalls.busy_seconds.items(), key=lambda pair: pair[1])
-        return cls(
-            tuple(sorted(totals, key=lambda total: -total.bytes)),
-            plan.timeline.host_bytes,
-            plan.stall_seconds,
-            stalls_of(graph, plan.schedule, 1 / PLANNED_SHARE).seconds,
-            engine.value,
-            busy,
-            plan.stalls.both_ways_seconds,
-            min(graph.values[stay.value].form(stay.form).load.both_ways for stay in stays),
-        )
+    @cached_property
+    def totals(self) -> tuple[FormTotal, ...]:
+        """Sums by form, the most bytes first."""
+        sizes: dict[str, list[tuple[int, int, int]]] = {}
+        for stay in self.plan.schedule.stays:
+            value = self.plan.graph.values[stay.value]
+            form = value.form(stay.form)
+            sizes.setdefault(stay.form, []).append((value.bytes, form.device_bytes, form.host_bytes))
+        totals = (FormTotal(name, len(rows), *map(sum, zip(*rows, strict=True))) for name, rows in sizes.items())
+        return tuple(sorted(totals, key=lambda total: -total.bytes))
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that one call copies to the host, and as many back."""
         return sum(total.host_bytes for total in self.totals)
 
-    def figures(self, host_memory_bytes: int | None) -> list[tuple[str, str]]:
-        """Returns the rows of a report, each with its name."""
-        rows = [("other forms", "; ".join(total.text for total in self.totals))]
-        if self.moved_bytes:
-            bound = "" if host_memory_bytes is None else f" of {format_bytes(host_memory_bytes)} (host_memory)"
-            moved = f"{format_bytes(self.moved_bytes)} to the host and back in a call"
-            rows.append(("host peak", f"{format_bytes(self.host_peak_bytes)}{bound}; {moved}"))
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the step waits, at the rate of the link for which it is planned."""
+        return self.plan.stall_seconds
+
+    @cached_property
+    def stall_seconds_at_best(self) -> float:
+        """The same at the whole rate of the link."""
+        return stalls_of(self.plan.graph, self.plan.schedule, 1 / PLANNED_SHARE).seconds
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """The rows of a report, each with its name."""
+        rows, plan, stalls = [("other forms", "; ".join(total.text for total in self.totals))], self.plan, self.plan.stalls
         waits = format_seconds(self.stall_seconds)
         if self.moved_bytes:
+            bound = "" if plan.host_budget_bytes is None else f" of {format_bytes(plan.host_budget_bytes)} (host_memory)"
+            moved = f"{format_bytes(self.moved_bytes)} to the host and back in a call"
+            rows.append(("host peak", f"{format_bytes(plan.host_bytes)}{bound}; {moved}"))
             waits += f" at {PLANNED_SHARE:.0%} of the link's rate, for which the plan is made, and "
             waits += f"{format_seconds(self.stall_seconds_at_best)} at the whole rate"
-        busiest = f"{ENGINES[Engine(self.busiest_engine)]}, {format_seconds(self.busiest_seconds)}"
-        rows.append(("stalls", f"{waits if self.stall_seconds else 'none'}; busiest engine: {busiest}"))
-        if self.both_ways_seconds:
-            at_once, slower = format_seconds(self.both_ways_seconds), f"{self.both_ways:.0%} of their rates then"
-            rows.append(
-                ("both directions", f"copies run in both at once for {at_once}; they have {slower}, which is not counted")
-            )
+        engine, busy = max(stalls.busy_seconds.items(), key=lambda pair: pair[1])
+        busiest = f"busiest engine: {ENGINES[engine]}, {format_seconds(busy)}"
+        rows.append(("stalls", f"{waits if self.stall_seconds else 'none'}; {busiest}"))
+        if stalls.both_ways_seconds:
+            share = min(plan.graph.values[stay.value].form(stay.form).load.both_ways for stay in plan.schedule.stays)
+            at_once, slower = format_seconds(stalls.both_ways_seconds), f"{share:.0%} of their rates then"
+            text = f"copies run in both at once for {at_once}; they have {slower}, which is not counted"
+            rows.append(("both directions", text))
         return rows

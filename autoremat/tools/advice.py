@@ -18,7 +18,7 @@ from autoremat.compiler.loss_chunking import NUMBERS_OF_CHUNKS
 from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.report.binding import NAMES, remedy_for
+from autoremat.report.binding import remedy_for
 from autoremat.report.peak_snapshot import TensorCategory
 from autoremat.report.report import Report
 from autoremat.tools.size_search import seconds_of
@@ -29,8 +29,8 @@ LEAST_SECONDS = 5.0
 MOST_TRIALS = 4
 """Maximum number of plans that are tried."""
 
-GRADIENTS = NAMES[TensorCategory.GRADIENT]
-GIVEN = frozenset({GRADIENTS, NAMES[TensorCategory.TANGENT], TensorCategory.RESIDENT.value})
+GRADIENTS = TensorCategory.GRADIENT.value
+GIVEN = frozenset({GRADIENTS, TensorCategory.TANGENT.value, TensorCategory.RESIDENT.value})
 """Kinds of bytes that no option and no smaller batch lowers."""
 
 UNBOUNDED = "1024GiB"

@@ -51,7 +51,7 @@ class Preview:
             return report
         planner.restart()
         least = min(planner.lowest.peak_bytes, report.minimum_peak_bytes)
-        return replace(report, minimum_peak_bytes=least, minimum_is_searched=True)
+        return replace(report, smallest_peak_bytes=least, minimum_is_searched=True)
 
     def report_and_doubt(self) -> tuple[Report, bool]:
         """Returns the report, and True if only generated code can tell that the budget suffices.

@@ -102,15 +102,6 @@ def test_what_is_no_file_of_ours_is_said_once_and_as_good_as_none(folder, make, 
     assert descriptors in (0, len(os.listdir("/proc/self/fd")))
 
 
-def test_a_damaged_plan_leaves_the_report(folder):
-    records.save("key", Record(report_for(16 << 20)))
-    (folder.parent / "plans" / "key.json").write_text("[" * 200_000)
-    record = records.load("key")
-    assert record is not None
-    assert record.report is not None
-    assert record.report.plan is None
-
-
 def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
     monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "1MB")
     for number in range(9):
@@ -118,9 +109,8 @@ def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
         os.utime(folder / f"{number}.json", (number, number))
     disk_cache.write_text("rates", "kept", "x" * 900_000)
     assert disk_cache.read_text("reports", "0") is not None  # used: no longer the oldest
-    disk_cache.write_text("plans", "large", "x" * 200_000)
-    assert sorted(path.stem for path in folder.iterdir()) == ["0", "3", "4", "5", "6", "7", "8"]
-    assert (folder.parent / "plans" / "large.json").exists()
+    disk_cache.write_text("reports", "large", "x" * 200_000)
+    assert sorted(path.stem for path in folder.iterdir()) == ["0", "3", "4", "5", "6", "7", "8", "large"]
     assert (folder.parent / "rates" / "kept.json").exists()
 
 

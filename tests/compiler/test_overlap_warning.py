@@ -119,7 +119,8 @@ def test_graphs_under_shares_and_graphs_on_other_devices_are_alone(watch):
     model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
     torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})(inputs).backward()
     report = autoremat.reports()[-1]
-    stage = watch_module.Watched(replace(report, budget_bytes=report.predicted_peak_bytes, saved_bytes=1), by_share=False)
+    plan = replace(report.plan, budget_bytes=report.predicted_peak_bytes)
+    stage = watch_module.Watched(replace(report, plan=plan), by_share=False)
     for index in range(2):
         watch.open[index] = watch_module._Open(stage, torch.device("cuda", index))
     watch.judge(watch_module._Open(stage, torch.device("cuda", 2)), stage.report.peak_bytes)

@@ -19,7 +19,7 @@ from triton.runtime import JITFunction
 import autoremat
 from autoremat.basics.errors import BudgetWarning, CaptureError, find_cause
 from autoremat.ops import declarations
-from autoremat.report.data import Decision
+from autoremat.report.decisions import Decision
 from autoremat.torch_private import inductor_lowering
 from emulated_cuda import graphs, small_models
 from emulated_cuda.cells import ROUNDING, cells_of, check

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from autoremat.report.data import Decision
+from autoremat.report.decisions import Decision
 from emulated_cuda.cells import ROUNDING, Cell, cells_of, check, inductors_gradients
 from emulated_cuda.steps import on_card, planned_step
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import Step, StepGraph
-from autoremat.report.text_tables import whole_percents
 
 FIRST, SECOND = nn.Linear(64, 256), nn.Linear(256, 64)
 X = torch.zeros(32, 64)
@@ -59,11 +56,3 @@ def test_the_bound_on_the_peak_is_not_below_an_optimal_plan():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     report = autoremat.explain(lambda x: model(x).square().mean(), torch.randn(64, 8), options={"compiler": "aot_eager"})
     assert report.lower_bound_bytes == report.minimum_peak_bytes
-
-
-@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=8))
-def test_whole_percents_sum_to_a_hundred(sizes):
-    percents = whole_percents(sizes)
-    assert sum(percents) == (100 if sum(sizes) else 0)
-    for size, percent in zip(sizes, percents, strict=True):
-        assert abs(percent - 100 * size / max(sum(sizes), 1)) < 1

@@ -15,7 +15,7 @@ from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.report.decisions import Decision, Reason, explain_values, module_class
-from autoremat.report.peak_snapshot import LISTED, SAMPLES, TensorCategory, module_group, peak_of, profile_of
+from autoremat.report.peak_snapshot import SAMPLES, TensorCategory, module_group, peak_of, profile_of
 
 
 def explained(graph: Graph, saved: set[int], budget: int | None = None) -> dict[str, tuple[Decision, Reason]]:
@@ -159,9 +159,7 @@ def test_a_moment_adds_up_to_the_peak(graph, share):
     moment = peak_of(plan)
     assert moment.bytes == plan.peak_bytes
     assert moment.bytes == sum(size for _, size in moment.by_sort)
-    assert moment.bytes == sum(tensor.bytes for tensor in moment.live) + moment.others_bytes
     assert [t.bytes for t in moment.live] == sorted((t.bytes for t in moment.live), reverse=True)
-    assert len(moment.live) <= LISTED
     assert graph.ops[plan.sequence[moment.position]].name == moment.op
 
 

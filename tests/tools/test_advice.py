@@ -16,7 +16,6 @@ from autoremat.basics.errors import BudgetInfeasible, DeviceTooSmall, OptionsErr
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
-from autoremat.report.stored import StoredTensors
 from autoremat.tools import advice as advice_module
 from autoremat.tools.advice import advise
 
@@ -29,6 +28,16 @@ def refusal(minimum: int, gradients: int = GRADIENTS, budget: int = BUDGET, **fi
     parts = [("gradients", gradients), ("saved tensors", minimum - gradients)]
     given = {"device": CARD, "loss_chunks": 16, "lower_bound_bytes": 0, **figures}
     return BudgetInfeasible(budget_bytes=budget, minimum_bytes=minimum, parts=parts, **given)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class Made(Report):
+    """A report whose figures follow from no plan."""
+
+    budget_bytes: int = 0
+    peak_bytes: int = 0
+    predicted_seconds: float = 0.0
+    host_peak_bytes: int = 0
 
 
 class Step:
@@ -46,10 +55,10 @@ class Step:
         peak = int(GRADIENTS * (2 if options.accumulate else 1) + share * PER_SAMPLE * rows)
         if peak > BUDGET:
             raise refusal(peak, GRADIENTS)
-        stored = StoredTensors((), 2**30 + 1, 0.0, 0.0, "", 0.0) if stores and self.on_host < 1 else None
-        return dataclasses.replace(
-            report_for(None), budget_bytes=BUDGET, predicted_peak_bytes=peak, minimum_peak_bytes=peak, loss_chunks=chunks,
-            predicted_seconds=rows * (self.host_seconds if stored else 1.0), stored=stored,
+        is_on_host = stores and self.on_host < 1
+        return Made(
+            **vars(report_for(None, loss_chunks=chunks)), budget_bytes=BUDGET, peak_bytes=peak,
+            predicted_seconds=rows * (self.host_seconds if is_on_host else 1.0), host_peak_bytes=is_on_host * (2**30 + 1),
         )  # fmt: skip
 
 

@@ -232,22 +232,21 @@ class Plan(Shown):
         }
         return json.dumps(record, allow_nan=False)
 
-    def dumps(self) -> str:
-        """Returns the plan with its graph as strict JSON; :meth:`loads` reads it back."""
+    def to_data(self) -> dict[str, Any]:
+        """Returns the plan with its graph as JSON data without infinite numbers; :meth:`from_data` reads it back."""
         record = {"format": FORMAT, "version": VERSION, **plan_json.encode(self.graph, self.schedule)}
         record |= plan_json.changed(self, FACTS)
         if math.isinf(self.lower_bound_seconds):
             record["lower_bound_seconds"] = None
-        return json.dumps(record, allow_nan=False, separators=(",", ":"))
+        return record
 
     @classmethod
-    def loads(cls, text: str, name: str = "the plan") -> Plan:
-        """Returns the plan that :meth:`dumps` wrote, simulated and checked again.
+    def from_data(cls, record: Any, name: str = "the plan") -> Plan:
+        """Returns the plan that :meth:`to_data` wrote, simulated and checked again.
 
         ``name`` stands for the plan in errors. Raises ``PlanFileError`` on anything else.
         """
         try:
-            record = json.loads(text, object_pairs_hook=_without_repetition)
             if not isinstance(record, dict) or record.get("format") != FORMAT:
                 raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
             if (version := record.get("version")) not in READABLE:
@@ -264,10 +263,23 @@ class Plan(Shown):
             plan = replace(cls.of(*plan_json.decode(record)), **facts, **infinite)
             plan.check()
             return plan
+        except PlanFileError:
+            raise
         except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError, PlanInvalid) as error:
-            if isinstance(error, PlanFileError):
-                raise
-            raise PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}") from error
+            raise _holds_no_plan(name, error) from error
+
+    def dumps(self) -> str:
+        """Returns the plan with its graph as strict JSON; :meth:`loads` reads it back."""
+        return json.dumps(self.to_data(), allow_nan=False, separators=(",", ":"))
+
+    @classmethod
+    def loads(cls, text: str, name: str = "the plan") -> Plan:
+        """Returns the plan that :meth:`dumps` wrote, as :meth:`from_data` does."""
+        try:
+            record = json.loads(text, object_pairs_hook=_without_repetition)
+        except (ValueError, RecursionError) as error:
+            raise _holds_no_plan(name, error) from error
+        return cls.from_data(record, name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan with its graph as JSON, for :meth:`load` and for ``options={"plan": path}``.
@@ -299,6 +311,10 @@ class Plan(Shown):
         if self.lower_bound_bytes > self.peak_bytes:
             least = self.lower_bound_bytes
             raise PlanInvalid(f"no plan has a lower peak than {least} bytes, it says, but its own is {self.peak_bytes}")
+
+
+def _holds_no_plan(name: str, error: Exception) -> PlanFileError:
+    return PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}")
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_copies_in_both_directions_at_once_are_told():
     assert stalls_of(graph, replace(schedule, stays=(early, late))).both_ways_seconds == 0.5
     assert stalls_of(graph, replace(schedule, stays=(early,))).both_ways_seconds == 0.0
     plan = Plan.of(graph, replace(schedule, stays=(early, late)))
-    (told,) = (text for name, text in StoredTensors.of(plan).figures(None) if name == "both directions")
+    (told,) = (text for name, text in StoredTensors(plan).figures if name == "both directions")
     assert told.startswith("copies run in both at once for 500.00 ms; they have 60% of their rates")
 
 

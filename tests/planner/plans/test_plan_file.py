@@ -19,13 +19,11 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError, PlanFileError
-from autoremat.compiler import records
 from autoremat.options.options import Options, configure
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import READABLE, VERSION, Plan, Status
-from autoremat.planner.search.planner import Planner
 
 
 @pytest.fixture
@@ -291,19 +289,6 @@ def test_under_inductor_the_plan_is_applied_and_a_warm_start_has_it_too(tmp_path
     assert warm.plan.schedule == report.plan.schedule
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="the stored plan"):
         train(compiler="inductor", plan=path, memory_budget=report.compiled_peak_bytes // 2)
-
-
-def test_a_report_whose_plan_is_gone_comes_without(tmp_path, monkeypatch, plan):
-    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
-    planning = Planner(plan.graph).find(plan.budget_bytes)
-    report = autoremat.Report.of(
-        planning, plan, budget_bytes=plan.budget_bytes, planning_seconds=0.0, compiler="aot_eager", device="cpu"
-    )
-    records.save("key", records.Record(report))
-    assert records.load("key").report.plan.schedule == plan.schedule
-    (tmp_path / "plans" / "key.json").write_text("{")
-    assert records.load("key") == records.Record(report)
-    assert records.load("key").report.plan is None
 
 
 def test_a_schedule_that_repeats_for_ever_is_refused(plan):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import ROOT, TESTS
+from reports import report_on
 from strategies import training_chain
 
 import autoremat
@@ -210,7 +211,7 @@ def test_that_the_clock_has_ended_a_search_is_known_after_it_begins_anew(clock):
 )
 def test_the_report_names_what_ended_the_search(clock, monkeypatch, slowness, named, unnamed):
     found, _ = at_a_speed(clock, monkeypatch, slowness)
-    report = Report.of(found, found.plan, budget_bytes=None, planning_seconds=1.0, compiler="aot_eager", device="cpu")
+    report = report_on(found, None)
     assert report.time_limited
     assert report.ended_by_clock == (slowness > 1.0)
     text = " ".join(str(report).split())
