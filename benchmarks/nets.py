@@ -23,7 +23,7 @@ NETS = {
     "least peaks": ("benchmarks/least_peak.py", "--check"),
     "exactness": (*PYTEST, "tests/training/test_exactness.py", "tests/training/test_every_model.py", "tests/passes"),
     "practices": (*PYTEST, "tests/training/test_practices.py", "tests/training/test_policy_steps.py"),
-    "ranks": (*PYTEST, "tests/training/test_shards.py", "tests/agreement"),
+    "ranks": (*PYTEST, "tests/training/test_shards.py", "tests/compiler/test_exchange.py"),
     "budgets": (*PYTEST, "tests/compiler/test_attempts.py", "tests/training/test_training.py"),
     "card": (*PYTEST, "tests/training/test_emulated_cuda.py", "-m", "not card"),
 }

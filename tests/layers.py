@@ -10,7 +10,7 @@ LAYERS = (
     "basics", "planner.settings", "planner.mip", "planner.graph", "planner.memory", "planner.cost", "planner.plans",
     "planner.constraints", "planner.search", "planner.exact", "planner.multigraph", "planner", "options", "report",
     # torch from here on
-    "torch_private", "host_memory", "agreement", "ops", "measure", "workspaces", "capture", "device_memory", "passes",
+    "torch_private", "host_memory", "ops", "measure", "workspaces", "capture", "device_memory", "passes",
     "request", "compiler", "step_profile", "tools", "policies", "cli", "__main__", "",
 )  # fmt: skip
 """A package imports from itself and from those before it."""

@@ -41,7 +41,7 @@ from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.peers import ALONE, Agreed, Peers
+from autoremat.compiler.peers import Peers
 from autoremat.compiler.plain_code import reference_by_code
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
@@ -70,23 +70,24 @@ class CompiledGraph:
     """The record to save; None if a record exists, or if planning failed. After a fallback the next process shall warn too."""
 
 
-def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
+def compile_graph(source: GraphSource, request: Request, peers: Peers | None = None) -> CompiledGraph:
     """Returns the graph compiled by Inductor, with the plan of all ranks that share it.
 
     ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
     that is tried, and ``AgreementError`` if another rank fails.
     """
+    peers = peers or Peers()
     may_repeat = peers.may_repeat_collectives or source.may_repeat_collectives
     key = fingerprint(source.module, source.inputs, request, may_repeat)
-    agreed = peers.agree(request, device_of_inputs(source.module, source.inputs), records.load(key))
+    request = peers.agree(request, device_of_inputs(source.module, source.inputs), records.load(key))
     while True:
-        found = _compile_in_attempts(source, agreed, key, peers, may_repeat)
+        found = _compile_in_attempts(source, request, key, peers, may_repeat)
         if peers.settled():
-            return found if found.record is None else dataclasses.replace(found, record=peers.signed(found.record))
+            return found
 
 
-def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
-    request, record = agreed.request, agreed.record
+def _compile_in_attempts(source: GraphSource, request: Request, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
+    record = peers.record
     is_shared = request.limits.step_share is not None
     rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
     step = Again(0 if record is None else record.extra_headroom_bytes)
@@ -105,8 +106,8 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
             sharded_inputs=sharded_inputs(source.module),
             may_repeat_collectives=may_repeat,
             reference=reference,
-            rates=agreed.rates,
-            host_link=agreed.host_link,
+            rates=peers.rates,
+            host_link=peers.host_link,
         )
         partitioning = Partitioning(context, partial(peers.plan, earlier=earlier), peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
@@ -122,7 +123,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
             if record is not None:  # torch's caches answered
                 return CompiledGraph(function, _known_report(record), key)
             if caches is compilers.without_caches:  # the graph has no backward, although something requires a gradient
-                return CompiledGraph(function, None, key, Record(None))
+                return CompiledGraph(function, None, key, Record(None, agreement=peers.agreement))
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
             caches = compilers.without_caches
             continue
@@ -130,25 +131,26 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
         attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
         verdict = verdict or verdict_on(attempts, rules, planned.gain)
         if isinstance(verdict, Infeasible):
-            raise peers.named(_error(planned, verdict))
+            raise _error(planned, verdict)
         if not isinstance(verdict, Again):
             assert function is not None
             report = _completed(planned, attempts, earlier, record, is_estimate)
             report = dataclasses.replace(report, assumed_sizes=partitioning.assumed_sizes)
-            saved = None if partitioning.fell_back else Record(report, step.headroom_bytes)
+            saved = None if partitioning.fell_back else Record(report, step.headroom_bytes, peers.agreement)
             return CompiledGraph(function, report, key, saved)
         log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
         step = verdict
 
 
-def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
+def compile_uncompiled(source: GraphSource, request: Request, peers: Peers | None = None) -> CompiledGraph:
     """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
     now("tracing")
-    agreed = peers.agree(request, device_of_inputs(source.module, source.inputs))
+    peers = peers or Peers()
+    request = peers.agree(request, device_of_inputs(source.module, source.inputs))
     context = PlanningContext(
-        agreed.request,
-        rates=agreed.rates,
-        host_link=agreed.host_link,
+        request,
+        rates=peers.rates,
+        host_link=peers.host_link,
         may_repeat_collectives=peers.may_repeat_collectives,
         sharded_inputs=sharded_inputs(source.module),
     )

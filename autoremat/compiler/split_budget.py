@@ -23,7 +23,7 @@ from autoremat.basics.errors import (
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.agreed_profile import Gathers, agreed_step, profile_within
+from autoremat.compiler.agreed_profile import Gathers, agreed_profile
 from autoremat.compiler.lowering import GraphSource
 from autoremat.compiler.split_words import advice_of, words_of
 from autoremat.compiler.step_of_parts import PartGraph, TracedParts, step_of
@@ -132,9 +132,8 @@ def planned_together(split: split_graphs.Split, request: Request, patches: Mappi
 
     gathers = Gathers(traced.gathering_ranks, run_gathers_once) if traced.gathering_ranks and job() is not None else None
     place = f"{split.count} {words.parts}"
-    agreed = agreed_step(step, request, place, communicates=gathers is not None, gathers=gathers)
     advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, advice_of(split))))
-    profile = profile_within(agreed, advised, f"the step of {place}")
+    profile = agreed_profile(step, advised, place, f"the step of {place}", gathers)
     log.info("%s share one budget: %s", place, profile.line())
     return SharedBudget(
         profile, tuple(None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs))

@@ -65,9 +65,9 @@ def profile_step(
     ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits, and ``OptionsError`` for options that are not accepted. Raises
-    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. All ranks of a distributed job
-    have to profile at the same time. They share the result: the least budget, and at each moment the memory of the rank that
-    needs the most.
+    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. Ranks of a distributed job whose
+    graphs contain collectives or DTensors have to profile at the same time. They share the result: the least budget, and at
+    each moment the memory of the rank that needs the most.
     """
     parsed = _accepted(options, memory_budget)
     variants = variants_of(variants)
@@ -239,4 +239,5 @@ def step_of(taken: Recording, moments: Sequence[Moment], variants: int) -> Step:
         headroom=CODE_HEADROOM if taken.options.compiler == "inductor" else 0.0,
         variants=variants,
         host_bytes=taken.request.limits.host_bytes,
+        communicates=taken.communicates,
     )

@@ -16,6 +16,7 @@ from torch import fx
 from torch.autograd.graph import Node
 
 from autoremat.capture.capture import device_of_inputs
+from autoremat.capture.communication import may_communicate
 from autoremat.capture.graph_key import graph_key
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
@@ -86,6 +87,8 @@ class Recording:
         self.options = options
         self.request = request_of_recording(options)
         self.graphs: list[RecordedGraph] = []
+        self.communicates = False
+        """True if a graph has collectives or tensor subclasses, so that all ranks need its plan."""
         self.start(None)
 
     @property
@@ -106,7 +109,7 @@ class Recording:
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """Returns ``gm``, planned for the minimum peak, as a callable that records its calls."""
-        key = graph_key(gm, inputs)
+        key, self.communicates = graph_key(gm, inputs), self.communicates or may_communicate(gm)
         context = PlanningContext(self.request, may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm))
         partitioning = Partitioning(context, plan_for_minimum_peak)
         partitioner = Partitioner(partitioning)

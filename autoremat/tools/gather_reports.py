@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoremat.agreement.joining import membership
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.compiler.exchange import Session
 from autoremat.report.registry import reports
 from autoremat.report.report import Report
-
-PATIENCE = 300.0
-"""Seconds to wait for the slowest rank."""
-
-_numbers = itertools.count()
+from autoremat.torch_private.processes import job
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,17 +48,15 @@ def gather_reports(ranks: Iterable[int] | None = None) -> RankReports:
     the job's store, so their ``plan`` stays behind.
 
     Raises ``OptionsError`` for ranks that the job does not have. Raises ``AgreementError`` if a rank is lost, or does not come
-    within five minutes and half of the process group's timeout.
+    within five minutes or half of the process group's timeout.
     """
-    present = membership()
+    present = job()
     if present is None:
         return RankReports({0: tuple(reports())})
-    wanted = range(present.job.world_size) if ranks is None else sorted(set(ranks))
-    if unknown := [rank for rank in wanted if not 0 <= rank < present.job.world_size]:
-        raise OptionsError(
-            f"the job has ranks 0 to {present.job.world_size - 1}, and reports of rank {unknown[0]} are asked for"
-        )
-    channel, name = present.channel, f"reports/{next(_numbers)}"
-    channel.write(f"{name}/{channel.rank}", [report.to_json() for report in reports()])
-    texts = {rank: channel.wait_for(f"{name}/{rank}", rank, PATIENCE) for rank in wanted}
+    wanted = tuple(range(present.world_size) if ranks is None else sorted(set(ranks)))
+    if unknown := [rank for rank in wanted if not 0 <= rank < present.world_size]:
+        raise OptionsError(f"the job has ranks 0 to {present.world_size - 1}, and reports of rank {unknown[0]} are asked for")
+    session = Session(present, f"reports/{present.arrivals['reports']}", wanted)
+    present.arrivals["reports"] += 1
+    texts = session.exchange("reports", [report.to_json() for report in reports()])
     return RankReports({rank: tuple(map(Report.from_json, of_rank)) for rank, of_rank in texts.items()})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,16 +22,18 @@ class Job:
     world_size: int
     store: Any
     """The store of the default process group, with a connection of its own. Nobody else waits behind our requests."""
-    number: int = 1
-    """Number of the job among those that this process has joined."""
     timeout: float = 1800.0
     """Seconds after which a collective of the default process group fails."""
-    keeper: int | None = None
-    """The rank whose process keeps the store; None if the launcher or a file does, or if that is unknown."""
+    arrivals: Counter[str] = field(default_factory=Counter)
+    """Number of times that this process has come to each meeting of ranks."""
+    groups: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
+    """Of the ranks that are expected at a place, those that came the last time."""
 
 
 _present: tuple[Any, Job] | None = None
 """The default process group and its job."""
+
+_number = count()
 
 
 def job() -> Job | None:
@@ -45,10 +48,11 @@ def job() -> Job | None:
     if _present is None or _present[0] is not group:
         if dist.get_world_size() == 1 or dist.get_backend() in IN_ONE_PROCESS:
             return None
-        store = _cloned(dist.distributed_c10d._get_default_store())
-        number = 1 if _present is None else _present[1].number + 1
-        rank, ranks, timeout = dist.get_rank(), dist.get_world_size(), _timeout_of(group)
-        _present = group, Job(rank, ranks, store, number, timeout, _keeper_of(store))
+        # A store can outlive the process group, so each group of this process has its own keys.
+        store = dist.distributed_c10d.PrefixStore(
+            f"autoremat/{next(_number)}", _cloned(dist.distributed_c10d._get_default_store())
+        )
+        _present = group, Job(dist.get_rank(), dist.get_world_size(), store, _timeout_of(group))
     return _present[1]
 
 
@@ -65,12 +69,3 @@ def _timeout_of(group: Any) -> float:
     found = (getattr(one, "_timeout", None) for one in options)
     default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
     return min((one.total_seconds() for one in found if one is not None), default=default.total_seconds())
-
-
-def _keeper_of(store: Any) -> int | None:
-    from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch without distributed has none of them
-
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(store, TCPStore) and not by_launcher else None

@@ -20,9 +20,9 @@ from processes import run_ranks, values
 from torch import nn
 
 import autoremat
-from autoremat.agreement.session import Session
 from autoremat.basics.errors import find_cause
 from autoremat.compiler import compile_loop, dynamo_backend, joint_graph, peers, records
+from autoremat.compiler.exchange import Session
 from autoremat.compiler.lowering import Lowered
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.torch_private import compilers
@@ -37,12 +37,12 @@ def blocks(width: int, depth: int) -> nn.Module:
 
 
 def step(options: dict[str, Any], width: int = 64, depth: int = 6, rows: int = 256) -> dict[str, Any]:
-    """The plan and the figures of a step, with the rounds of its agreement, or its error. Its graph counts as communicating."""
+    """The plan and the figures of a step, with the topics of its exchanges, or its error. Its graph counts as communicating."""
     torch._dynamo.reset()
     model = blocks(width, depth)
     compiled = torch.compile(model, backend="autoremat", options=options)
-    begin, rounds, true = time.monotonic(), [], Session.round
-    noting = mock.patch.object(Session, "round", lambda self, topic, *given: rounds.append(topic) or true(self, topic, *given))
+    begin, topics, true = time.monotonic(), [], Session.exchange
+    noting = mock.patch.object(Session, "exchange", lambda self, topic, own: topics.append(topic) or true(self, topic, own))
     try:
         with noting, mock.patch.object(dynamo_backend, "may_communicate", return_value=True):
             compiled(torch.randn(rows, width)).square().mean().backward()
@@ -53,7 +53,7 @@ def step(options: dict[str, Any], width: int = 64, depth: int = 6, rows: int = 2
     return {
         "schedule": report.plan.schedule, "budget": report.budget_bytes,
         "added": (report.recompute_seconds, report.step_seconds), "peak": report.peak_bytes,
-        "seconds": time.monotonic() - begin, "rounds": rounds, "replans": report.replans,
+        "seconds": time.monotonic() - begin, "topics": topics, "replans": report.replans,
         "gradients": [p.grad for p in model.parameters()],
     }  # fmt: skip
 
@@ -162,20 +162,20 @@ def test_ranks_find_one_plan_although_something_differs(found, difference):
     assert first["schedule"] == second["schedule"]
     assert (first["added"], first["budget"]) == (second["added"], second["budget"])
     assert all(map(torch.equal, first["gradients"], second["gradients"]))
-    assert first["rounds"] == second["rounds"] == ["options", "graph", "end"]
+    assert first["topics"] == second["topics"] == ["options", "graph", "plans"]
 
 
 def test_the_plan_of_the_lowest_rank_holds_where_ranks_find_different_ones(found):
     (first, second), (alone, _) = found["costs"], found["costs, each by itself"]
     assert first["schedule"] == second["schedule"] == alone["schedule"]
     assert all(map(torch.equal, first["gradients"], second["gradients"]))
-    assert first["rounds"] == second["rounds"] == ["options", "graph", "end", "plan", "end"]
+    assert first["topics"] == second["topics"] == ["options", "graph", "plans", "told plan", "plans"]
 
 
 def test_the_plan_of_the_rank_whose_code_needs_the_most_headroom_holds(found):
     first, second = found["code"]
     assert first["schedule"] == second["schedule"]
-    assert first["rounds"] == second["rounds"] == ["options", "graph", "end", "plan", "end"]
+    assert first["topics"] == second["topics"] == ["options", "graph", "plans", "told plan", "plans"]
     assert first["peak"] <= 0.95 * first["budget"], "the plan of rank 1, whose first code exceeded the budget"
 
 
@@ -293,8 +293,8 @@ def test_caches_of_single_ranks_have_no_influence(tmp_path):
 )
 def test_ranks_gather_together_if_all_of_them_have_the_graph_and_compute_alike(replications, ranks, expected):
     rows = enumerate(zip(replications, ranks, strict=True))
-    parts = {rank: {"graph": "graph", "replication": own, "gathers": over} for rank, (own, over) in rows}
-    assert peers._by_graph(parts) == {"graph": {"ranks": [0, 1, 2, 3], "gathers": expected}}
+    terms = {rank: {"graph": "graph", "replication": own, "gathers": over} for rank, (own, over) in rows}
+    assert peers._same_graph(terms, "graph") == peers._SameGraph((0, 1, 2, 3), expected)
 
 
 def imported_and_used(rank: int) -> list[bool]:

@@ -161,16 +161,15 @@ class Ranks:
     """A session of this process and of one more, whose earlier graph was granted ``theirs``."""
 
     theirs: int | None
-    leader: int = 0
 
-    def round(self, _, part, decide):
-        return decide({0: part, 1: {**part, "granted": self.theirs}})
+    def exchange(self, _, terms):
+        return {0: terms, 1: {**terms, "granted": self.theirs}}
 
 
 @pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0)])
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
     request = Request(Options(cost_model="roofline"), Limits(reference_share=0.5, granted_bytes=ours))
-    found = Members(Ranks(theirs)).agree(request, torch.device("cpu")).request
+    found = Members(Ranks(theirs)).agree(request, torch.device("cpu"))
     assert found.limits == Limits(reference_share=0.5, granted_bytes=agreed)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
 from autoremat.compiler import dynamo_backend
-from autoremat.compiler.agreed_profile import Gathers, agreed_step
+from autoremat.compiler.agreed_profile import Gathers, agreed_profile
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
 from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.request.limits import Limits
@@ -280,7 +280,7 @@ def step_of(peak: int) -> Step:
 def test_gathers_run_once_if_their_ranks_do_not_share_the_plans():
     def profile(ranks: set[int]) -> int:
         gathers = Gathers(frozenset(ranks), lambda: step_of(700))
-        return agreed_step(step_of(400), Request(), "a step", gathers=gathers).step.shared_out(None).peak_bytes
+        return agreed_profile(step_of(400), Request(), "a step", gathers=gathers).peak_bytes
 
     assert profile({0, 1}) == 700  # this process is alone
     assert profile(set()) == 400

@@ -64,6 +64,8 @@ class Step:
     """Maximum number of different plans of one graph, for the blocks that call it."""
     host_bytes: int | None = None
     """The most bytes that saved tensors of the step may take on the host; None to keep none there."""
+    communicates: bool = False
+    """True if the graphs may have collectives, so that the ranks of a job share their plans."""
 
     @property
     def minimum_peak_bytes(self) -> int:
