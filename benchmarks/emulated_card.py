@@ -2,7 +2,7 @@
 
     python benchmarks/emulated_card.py
 
-The cells are those of the slow tests (`tests/emulated_cuda/cells.py`). They run in a process of their own, because the card
+The cells are those of the slow tests (`tests/emulated_cuda/steps.py`). They run in a process of their own, because the card
 must be there before torch is imported. The exit code is 1 if a measured peak differs from the replayed one, or is over a budget
 that holds.
 """

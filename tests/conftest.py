@@ -33,9 +33,8 @@ QUICK_SHARE = 8
 QUICK_EXAMPLES = range(2, 11)
 """The quick suite draws an eighth of the examples that a property asks for, 2 to 10; `make test-properties` draws all."""
 
-settings.register_profile(
-    "default", deadline=None, derandomize=True, max_examples=60
-)  # compiling takes long; runs must be reproducible
+# Compiling takes long, and runs must be reproducible.
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("default")
 
 

@@ -14,10 +14,7 @@ from autoremat.planner.graph.schedule import Schedule
 
 @dataclass(frozen=True)
 class Buffer:
-    """One materialisation of `value` by the execution at `computed_at`; `readers` are the executions that read it.
-
-    A transfer `moves` the two buffers of a stored value. The second one is `loaded` before the execution at `computed_at`.
-    """
+    """One materialisation of `value` by the execution at `computed_at`, or the one that a transfer has `loaded` before it."""
 
     value: int
     computed_at: int

@@ -1,8 +1,4 @@
-"""Runs a function in several processes that form a gloo group, and returns the result or the error of each.
-
-Importing torch and the package takes a process seconds. So each rank is forked from a process that has imported them and has
-run nothing. Ranks that run at the same time come from different ones, and so hash text differently, as real ranks do.
-"""
+"""Runs a function in processes of a gloo group, each forked from one that has imported torch and the package."""
 
 from __future__ import annotations
 

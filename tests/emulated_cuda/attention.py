@@ -111,14 +111,9 @@ def flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, de
     return *tensors, None, None, promise[4], promise[5], *states, torch.empty(0, dtype=q.dtype, device="cuda")
 
 
-def flash_backward(
-    gradient: Any, q: Any, k: Any, v: Any, out: Any, logarithms: Any, starts_q: Any, starts_k: Any, most_q: int, most_k: int,
-    dropout: float, causal: bool, state: Any, unused: Any, *, scale: Any = None,
-) -> Any:  # fmt: skip
-    promise = promised(
-        aten._scaled_dot_product_flash_attention_backward.default, gradient, q, k, v, out, logarithms, starts_q, starts_k,
-        most_q, most_k, dropout, causal, state, unused, scale=scale,
-    )  # fmt: skip
+def flash_backward(gradient: Any, q: Any, k: Any, v: Any, *given: Any, scale: Any = None) -> Any:
+    promise = promised(aten._scaled_dot_product_flash_attention_backward.default, gradient, q, k, v, *given, scale=scale)
+    dropout, causal, state = given[6:9]
     return tuple(map(laid_out, promise, backward(Arguments.of(q, k, v, None, dropout, causal, scale), gradient, state)))
 
 
@@ -161,15 +156,10 @@ def cudnn(
     return *tensors, None, None, promise[4], promise[5], on_card(seed), on_card(torch.zeros_like(seed)), None
 
 
-def cudnn_backward(
-    gradient: Any, q: Any, k: Any, v: Any, out: Any, logarithms: Any, seed: Any, offset: Any, bias: Any, starts_q: Any,
-    starts_k: Any, most_q: int, most_k: int, dropout: float, causal: bool, *, scale: Any = None,
-) -> Any:  # fmt: skip
+def cudnn_backward(gradient: Any, q: Any, k: Any, v: Any, *given: Any, scale: Any = None) -> Any:
+    (out, _, seed, _, bias), (dropout, causal) = given[:5], given[9:11]
     refuse_strided_rows(result=out)
-    promise = promised(
-        aten._scaled_dot_product_cudnn_attention_backward.default, gradient, q, k, v, out, logarithms, seed, offset, bias,
-        starts_q, starts_k, most_q, most_k, dropout, causal, scale=scale,
-    )  # fmt: skip
+    promise = promised(aten._scaled_dot_product_cudnn_attention_backward.default, gradient, q, k, v, *given, scale=scale)
     return tuple(map(laid_out, promise, backward(Arguments.of(q, k, v, bias, dropout, causal, scale), gradient, seed)))
 
 

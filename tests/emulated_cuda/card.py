@@ -1,9 +1,4 @@
-"""An H100 that is not there: its properties, its memory counters and Triton's driver for it.
-
-`install` is called before torch is imported. Afterwards `torch.device("cuda")` works: tensors lie in the host's memory, ops of
-ATen run by the CPU's kernels, Inductor generates Triton code for compute capability 9.0, and Triton's interpreter runs it.
-Everything here replaces functions of torch and Triton for the rest of the process.
-"""
+"""An H100 that is not there, installed before torch is imported: properties, memory counters and Triton's driver for it."""
 
 from __future__ import annotations
 

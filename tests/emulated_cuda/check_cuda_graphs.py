@@ -22,8 +22,17 @@ from autoremat.ops import declarations
 from autoremat.report.decisions import Decision
 from autoremat.torch_private import inductor_lowering
 from emulated_cuda import graphs, small_models
-from emulated_cuda.cells import ROUNDING, cells_of, check
-from emulated_cuda.steps import MeanSquare, on_card, planned_step, relative_error, replayed_peaks, run_step
+from emulated_cuda.steps import (
+    ROUNDING,
+    MeanSquare,
+    cells_of,
+    check,
+    on_card,
+    planned_step,
+    relative_error,
+    replayed_peaks,
+    run_step,
+)
 
 BATCH = torch.Size((128, 64))
 INPUT_BYTES = 4 * BATCH.numel()

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from autoremat.report.decisions import Decision
-from emulated_cuda.cells import ROUNDING, Cell, cells_of, check, inductors_gradients
-from emulated_cuda.steps import on_card, planned_step
+from emulated_cuda.steps import ROUNDING, Cell, cells_of, check, inductors_gradients, on_card, planned_step
 
 BOTH = (None, 1)
 

@@ -21,9 +21,8 @@ from autoremat.basics.errors import PlanInvalid, find_cause
 from autoremat.host_memory import links, ops
 from autoremat.planner.memory.caching_allocator import ROUNDING as BLOCK
 from emulated_cuda import card
-from emulated_cuda.cells import ROUNDING
 from emulated_cuda.check_steps import block, images
-from emulated_cuda.steps import on_card, planned_step, relative_error
+from emulated_cuda.steps import ROUNDING, on_card, planned_step, relative_error
 
 CARD = torch.device("cuda", 0)
 

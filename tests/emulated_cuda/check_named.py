@@ -10,7 +10,7 @@ import pytest
 
 import autoremat
 from autoremat.planner.plans.plan_file import graph_hash
-from emulated_cuda import named, small_steps
+from emulated_cuda import named
 
 WORKSPACES = 128 * 1024
 """Most bytes of the workspaces of convolutions that are measured on the card and unknown without it."""
@@ -37,6 +37,6 @@ def test_the_plan_and_the_peak_of_its_code_are_those_of_the_card(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", small_steps.steps())
+@pytest.mark.parametrize("name", named.steps())
 def test_the_graph_of_a_small_step_is_that_of_the_card(name):
     assert named.difference_on_card(Path(os.environ[named.FOLDER_VARIABLE]), name) == ""

@@ -15,8 +15,7 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.allocations import FREED, Allocations
 from autoremat.planner.memory.caching_allocator import peak_block_bytes
 from emulated_cuda import small_models
-from emulated_cuda.cells import ROUNDING, cells_of, cells_of_model, check
-from emulated_cuda.steps import MeanSquare, on_card, planned_step
+from emulated_cuda.steps import ROUNDING, MeanSquare, cells_of, cells_of_model, check, on_card, planned_step
 
 BUDGETS = (None, 0.8, 1)
 

@@ -1,9 +1,4 @@
-"""Triton's interpreter, fit to run the kernels that Inductor generates: whole training steps in a second.
-
-Four things differ from Triton's own. Operands are not copied, because the card's memory is the host's. The functions of CUDA's
-mathematics library are NumPy's. Reductions and scans work on whole arrays instead of element by element. One program computes
-a large block instead of one row, because the cost of the interpreter is one of programs.
-"""
+"""Triton's interpreter, fit for Inductor's kernels: operands in place, NumPy's functions, whole arrays, large blocks."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from emulated_cuda import card
 
 if __name__ == "__main__":
     card.install()
-    from emulated_cuda.cells import ROUNDING, cells_of_model
     from emulated_cuda.small_models import MODELS
+    from emulated_cuda.steps import ROUNDING, cells_of_model
 
     cells = []
     for name in MODELS:

@@ -1,17 +1,23 @@
-"""The buffers on the host, and the ops that copy to them and from them, on a CPU that stands in for a device."""
+"""The buffers on the host, ops that copy, and steps whose copies differ from plans, on a CPU that stands in for a device."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
+import stays
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autoremat import host_memory
+import autoremat
+from autoremat import TransferError, host_memory
 from autoremat.host_memory import links, ops
+from autoremat.host_memory.links import Link
+from autoremat.passes.forms import OnHost
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +141,54 @@ def test_fake_results_are_those_of_the_ops(op):
     tensor = torch.randn(4, 6).t()
     arguments = {ops.copy_to_host: (tensor, 96), ops.copy_from_host: (tensor, torch.device("cpu"))}.get(op, (tensor, tensor))
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+X = torch.randn(32, 16)
+
+
+@pytest.fixture
+def step() -> Iterator[Any]:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    options = {"compiler": "aot_eager", "cost_model": "roofline"}
+    with stays.staying(stays.as_short_as_possible):
+        yield torch.compile(lambda x: model(x).square().sum(), backend="autoremat", options=options)
+
+
+def test_a_store_that_does_not_happen_is_an_error(step):
+    with mock.patch.object(Link, "copy_to_host", lambda self, source, capacity: source.clone()):
+        with pytest.raises(TransferError) as raised:
+            step(X)
+    planned = autoremat.reports()[-1].stored.moved_bytes
+    assert f"the forward of a compiled graph has moved 0 bytes to the host, and its plan moves {planned}:" in str(raised.value)
+
+
+def test_a_load_that_a_pass_drops_is_an_error(step):
+    unchanged = {
+        "begin_load": lambda self, builder, holder, stored: stored,
+        "end_load": lambda self, builder, holder, begun, stored: begun,
+    }
+    with mock.patch.multiple(OnHost, **unchanged):
+        loss = step(X)
+        with pytest.raises(
+            TransferError, match=r"the backward of a compiled graph has moved 0 bytes from the host, and its plan"
+        ):
+            loss.backward()
+
+
+def test_steps_that_are_legal_pass(step):
+    losses = [step(X), step(X)]  # two forwards before a backward
+    losses[0].backward(retain_graph=True)
+    losses[0].backward()
+    losses[1].backward()
+    workers = [threading.Thread(target=lambda: step(X).backward()) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        loss = step(X)
+    loss.backward()
+    planned, done = autoremat.reports()[-1].stored.moved_bytes, host_memory.statistics("cpu")
+    assert done.to_host_bytes == 5 * planned
+    assert done.from_host_bytes == 6 * planned
+    assert done.used_bytes == 0

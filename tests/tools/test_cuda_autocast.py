@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from emulated_cuda.small_steps import Norms
+from emulated_cuda.named import Norms
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

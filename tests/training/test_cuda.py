@@ -14,7 +14,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from emulated_cuda import named, small_steps
+from emulated_cuda import named
 from emulated_cuda.steps import MeanSquare, on_card, planned_step, relative_error, run_step
 from torch import Tensor, nn
 
@@ -182,7 +182,7 @@ def run_without_card(code: str, *arguments: str) -> None:
 
 def test_graphs_that_are_planned_without_the_card_are_those_of_the_card(tmp_path):
     run_without_card(LAPTOP_OF_SMALL_STEPS, torch.cuda.get_device_name(), str(tmp_path))
-    differences = {name: named.difference_on_card(tmp_path, name) for name in small_steps.steps()}
+    differences = {name: named.difference_on_card(tmp_path, name) for name in named.steps()}
     assert {name: text for name, text in differences.items() if text} == {}
 
 

@@ -14,12 +14,7 @@ from training_steps import layers, rows
 
 import autoremat
 
-LEAST = {
-    "memory_budget": 1,
-    "compiler": "aot_eager",
-    "on_infeasible": "best_effort",
-    "chunk_loss": False,
-}  # chunks round otherwise
+LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort", "chunk_loss": False}  # chunks round
 NO_RECOMPUTATION = "aot_eager_default_partitioner"
 
 AT_LEAST_ALREADY = {"nothing_in_the_batch", "batch_norm", "writing_in_place", "experts_broken"}
