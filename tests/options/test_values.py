@@ -52,17 +52,29 @@ SHARES = {"0.5", "1.0", "'70%'", "float32", "Fraction"}
 ACCEPTED: dict[str, set[str]] = {
     "memory_budget": SHARES | BYTES - {"2", "70", "100", "int64"} | {"None", "'auto'"},
     "max_slowdown": SHARES | {"None", "'free'", "0", "1", "0.0", "0.0009", "'0.05%'", "1e-300"},
-    "host_memory": BYTES | {"None", "'auto'"}, "store": {"None"}, "auto_headroom": BYTES | {"0"}, "time_limit": SECONDS,
-    "compiler": set(), "on_infeasible": {"None"}, "on_planning_error": {"None"}, "cost_model": set(), "plan": {"None"},
-    "policy": {"None", "'full'", "'none'", "'uniform:3'"}, "save": {"()", "[]", "{}", "['layers.*']"},
-    "recompute": {"()", "[]", "['layers.*']"}, "tiles": COUNTS - {"1"} | {"'auto'", "False", "int64"},
+    "host_memory": BYTES | {"None", "'auto'"},
+    "store": {"None"},
+    "auto_headroom": BYTES | {"0"},
+    "time_limit": SECONDS,
+    "compiler": set(),
+    "on_infeasible": {"None"},
+    "on_planning_error": {"None"},
+    "cost_model": set(),
+    "plan": {"None"},
+    "policy": {"None", "'full'", "'none'", "'uniform:3'"},
+    "save": {"()", "[]", "{}", "['layers.*']"},
+    "recompute": {"()", "[]", "['layers.*']"},
+    "tiles": COUNTS - {"1"} | {"'auto'", "False", "int64"},
     "chunk_loss": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
-    "early_gradients": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"}, "hooks_free_gradients": {"True", "False"},
-    "in_flight": COUNTS | {"None", "int64"}, "accumulate": {"None", "True", "False"},
+    "early_gradients": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
+    "hooks_free_gradients": {"True", "False"},
+    "in_flight": COUNTS | {"None", "int64"},
+    "accumulate": {"None", "True", "False"},
     "interconnect_bandwidth": BYTES | {"None", "'6GB/s'", "1.0", "3.0", "70.0", "1000000000.0"},
-    "interconnect_latency": SECONDS | {"None"}, "agreement": {"'auto'", "'off'", "[1]", "range(0, 2)"},
+    "interconnect_latency": SECONDS | {"None"},
+    "agreement": {"'auto'", "'off'", "[1]", "range(0, 2)"},
     "progress": {"True", "False"},
-}  # fmt: skip
+}
 """The values of ``ODD`` that each option takes."""
 
 
