@@ -110,7 +110,7 @@ def test_simulator_and_check_count_stays_by_their_definition(case):
 def test_snapshot_and_profile_add_up_to_the_peak(case):
     plan = Plan.of(*case)
     assert sum(beside_sizes(plan.timeline)) == plan.timeline.beside_bytes
-    snapshot, profile = peak_of(plan, listed=None), profile_of(plan)
+    snapshot, profile = peak_of(plan), profile_of(plan)
     assert snapshot is not None
     assert profile is not None
     assert sum(tensor.bytes for tensor in snapshot.live) == plan.peak_bytes == max(profile.totals)
