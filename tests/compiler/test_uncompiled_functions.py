@@ -187,6 +187,8 @@ def cells() -> list[object]:
 @pytest.mark.filterwarnings("ignore")  # of torch, on what these steps do
 @pytest.mark.parametrize(("kind", "place"), cells())
 def test_each_way_not_to_be_compiled_is_told_of_with_its_reason(kind, place):
+    if kind == "one tensor twice" and names.MINOR < 12:
+        pytest.skip("this torch compiles it")
     step = compiled(step_with(kind, place))
     texts = warned(lambda x: step(x).backward(), inputs(), inputs())
     assert any(re.search(KINDS[kind][1], text) for text in texts)

@@ -20,6 +20,7 @@ from autoremat.passes.inductor_workarounds.keep_compared import keep_compared
 from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared
 from autoremat.passes.pipeline import run_passes
 from autoremat.report.decisions import Decision, Reason
+from autoremat.torch_private.names import MINOR
 
 ROWS, GROUPS, CLASSES = 64, 8, 5
 """Five classes: vectorised loops end in scalar code."""
@@ -75,6 +76,8 @@ def marked(head: Head) -> list[str]:
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_what_is_compared_with_numbers_chosen_from_it_is_marked(name):
+    if name == "aminmax" and MINOR < 12:
+        pytest.skip("this torch has no derivative of it")
     assert marked(COMPARING[name]) == ["tanh"]
 
 
