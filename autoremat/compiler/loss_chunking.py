@@ -19,7 +19,7 @@ from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.passes.pipeline import run_passes
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.bound_forms import PlanSource
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.request.limits import Limits

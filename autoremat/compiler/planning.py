@@ -17,14 +17,12 @@ from autoremat.compiler.shares import acceptance, bytes_at_borders, headroom_of,
 from autoremat.compiler.tiling import choose_parts
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
-from autoremat.planner.graph.graph import Graph
 from autoremat.planner.multigraph.fronts import front_of, point_of
 from autoremat.planner.multigraph.ledger import KnownBorders
 from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.bound_forms import BoundForms, set_aside
-from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.bound_forms import BoundForms, PlanSource, set_aside
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
@@ -266,7 +264,7 @@ def planner_of(
 ) -> tuple[PlanSource, ConstrainedGraph]:
     """Returns a planner of the graph under the constraints of the request, and the constrained graph.
 
-    A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
+    A planner of an earlier attempt on an equal graph starts afresh, with its starts.
     """
     request = context.request
     priced.name_planning(request.options.time_limit)
@@ -280,25 +278,11 @@ def planner_of(
     if known is not None:
         return known, constrained
     host, graph = request.limits.host_bytes, constrained.graph
-    if bound:
-        inner, left = set_aside(graph, bound, host)
-        searched = new_planner(inner, request.options.time_limit, given, soft_budget, left)
-        planner: PlanSource = BoundForms(searched, graph, bound, host)
-    else:
-        planner = new_planner(graph, request.options.time_limit, given, soft_budget, host)
+    inner, left = set_aside(graph, bound, host) if bound else (graph, host)
+    searched = Planner(inner, options.time_limit, given=given, soft_budget_bytes=soft_budget, host_bytes=left)
+    planner = BoundForms(searched, graph, bound, host) if bound else searched
     earlier.searches.append((wanted, planner))
     return planner, constrained
-
-
-def new_planner(
-    graph: Graph,
-    time_limit: float,
-    given: tuple[Plan, ...],
-    soft_budget: int | None,
-    host_bytes: int | None,
-) -> PlanSource:
-    """Returns the search that trains models. Another :class:`PlanSource` can take its place here."""
-    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget, host_bytes=host_bytes)
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:

@@ -13,7 +13,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
 from autoremat.passes import is_layout_copy
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.bound_forms import PlanSource
 from autoremat.planner.search.starts import Starts
 
 MOST_OPS = 2500

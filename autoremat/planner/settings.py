@@ -38,6 +38,8 @@ class SearchSettings:
     """Work of the search for the least peak, as a share of that of a search for a budget."""
     quick_share: float = 0.2
     """Work of the first moves towards the least peak, as a share of that of a search for a budget."""
+    drops_share: float = 0.8
+    """Share of that work after which no further drop begins. The rest leaves needless recomputation out."""
     curve_points: int = 12
     """Maximum number of minimum cuts."""
     near: int = 4

@@ -10,7 +10,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.memory.simulator import sizes_on_device
 from autoremat.planner.multigraph.ledger import KnownBorders, PlanPoint, pareto
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.bound_forms import PlanSource
 
 
 def border_values(plan: Plan, kept_inputs: Collection[int], free: Collection[int]) -> set[int]:

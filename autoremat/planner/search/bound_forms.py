@@ -1,6 +1,6 @@
-"""A source of plans that keeps certain values in their form under every plan, as constraints demand.
+"""Plans that keep certain values in their form under every plan, as constraints demand.
 
-Another source finds the plans. It may use the form of such a value without counting its bytes on the host, which are set aside
+A planner finds them. It may use the form of such a value without counting its bytes on the host, which are set aside
 before. Each plan is then completed: what it left on the device is stored as early and loaded as late as the link allows.
 """
 
@@ -16,7 +16,7 @@ from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import relieving
-from autoremat.planner.search.plan_source import Accepts, PlanSource
+from autoremat.planner.search.planner import Accepts, Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
 
@@ -35,7 +35,7 @@ def set_aside(graph: Graph, bound_values: frozenset[int], host_bytes: int | None
 class BoundForms:
     """The plans of ``planner`` for ``graph``, in which each of ``bound_values`` that crosses has its form."""
 
-    planner: PlanSource
+    planner: Planner
     graph: Graph
     bound_values: frozenset[int]
     host_bytes: int | None
@@ -144,3 +144,7 @@ class BoundForms:
         """Begins a new search with all its work and time."""
         self.planner.restart()
         self._completed.clear()
+
+
+PlanSource = Planner | BoundForms
+"""What plans one graph within limits."""

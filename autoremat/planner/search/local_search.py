@@ -146,23 +146,24 @@ class LocalSearch:
         return chosen
 
     def _best_drop(self, drops: Drops, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Drop | None:
-        view, over, best, least, tried, judged = drops.view, drops.view.bytes_at - target, None, 0.0, 0, 0
+        """Returns the drop of the fewest seconds per byte of excess at an execution, if there is one."""
+        view, over, best, least, tried, judged = drops.view, drops.view.bytes_at - target, None, math.inf, 0, 0
         for number in view.idle_at(execution):
             if tried >= settings.options:
                 break
             options = drops.around(number, execution)
             tried += bool(options)
-            for drop in options:
-                if banned and drop.key(view) in banned:
+            most = relief(over, options[0].gap(view)) if options else 0.0
+            for drop in options if most > 0.0 else ():
+                price = max(drop.seconds, 0.0) + self.seconds_of_a_byte
+                price *= self.random.uniform(0.7, 1.4) if noisy else 1.0
+                if price >= least * most or (banned and drop.key(view) in banned):
                     continue
                 judged += 1
-                gained = relief(over, drop.spans(view))
-                if gained > 0.0:
-                    price = max(drop.seconds, 0.0) + self.seconds_of_a_byte
-                    price *= (self.random.uniform(0.7, 1.4) if noisy else 1.0) / gained
-                    if best is None or price < least:
-                        best, least = drop, price
-        self.limit.add(CHOICE * (1 + judged) + STEP * drops.steps)
+                gained = relief(over, drop.spans(view)) if drop.extended else most
+                if gained > 0.0 and price < least * gained:
+                    best, least = drop, price / gained
+        self.limit.add(CHOICE * judged + STEP * (tried + drops.steps))
         drops.steps = 0
         return best
 
@@ -246,7 +247,8 @@ class LocalSearch:
         while failures < patience and not suffices(plan) and not self.is_over():
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
-            improves = self.fits(found, target) and found.cost_seconds < plan.cost_seconds * (1 - ROUNDING)
+            is_cheaper = found.cost_seconds < plan.cost_seconds * (1 - ROUNDING)
+            improves = self.fits(found, target) and (is_cheaper or suffices(found))
             plan, failures = (found, 0) if improves else (plan, failures + 1)
         return plan
 
@@ -260,10 +262,12 @@ class LocalSearch:
         above = [plan for plan in front if plan.peak_bytes > target and plan.cost_seconds < least][-near:]
         found = dict[float, Plan]()
         for start in (*below, *reversed(above)):
-            if found and (suffices(found[min(found)]) or self.is_over()):
+            if found and self.is_over():
                 break
             solved = self.solve(start, target)
             if self.fits(solved, target):
+                if suffices(solved):
+                    return [solved]
                 found.setdefault(solved.cost_seconds, solved)
         return [found[cost] for cost in sorted(found)]
 

@@ -41,17 +41,20 @@ class Drop:
         """Returns what tells the drop from others of the same plan."""
         return view.value[self.number], self.place, self.ops
 
+    def gap(self, view: LiveView) -> list[Span]:
+        """Returns the bytes that are live less."""
+        size, border = view.size[self.number], view.border
+        crosses = view.start[self.number] < border <= self.place and self.before < border
+        return [(self.before + 1, self.place, -size), *view.between_halves(-size * crosses)]
+
     def spans(self, view: LiveView) -> list[Span]:
         """Returns the bytes that are live less and more."""
-        size, border, found, crossing = view.size, view.border, [], 0
-        found.append((self.before + 1, self.place, -size[self.number]))
-        if view.start[self.number] < border <= self.place and self.before < border:
-            crossing -= size[self.number]
+        found, crossing = self.gap(view), 0
         for number in self.extended:
             last = view.last_use(number)
-            found.append((last + 1, self.place + 1, size[number]))
-            if view.start[number] < border and last < border:
-                crossing += size[number]
+            found.append((last + 1, self.place + 1, view.size[number]))
+            if view.start[number] < view.border and last < view.border:
+                crossing += view.size[number]
         return found + view.between_halves(crossing)
 
 

@@ -24,6 +24,9 @@ from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
 
+Accepts = Callable[[Plan], bool]
+"""A condition on plans beside their peak."""
+
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
@@ -84,6 +87,7 @@ class Planner:
         """
         self.limit.restart()
         self.found.clear()
+        self._seconds.clear()
 
     def check(self, plan: Plan, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if ``plan`` breaks a rule, within the limit of the search. See :meth:`Plan.check`."""
@@ -114,9 +118,9 @@ class Planner:
             return lowest
         share = settings.quick_share if quick else settings.least_peak_share
         with _without_garbage_collection(), self.limit.beside(share) as limit:
-            search, bound = LocalSearch(self.graph, limit), self._least_bytes()
+            search, bound = LocalSearch(self.graph, limit, settings.drops_share), self._least_bytes()
             found = search.bring_down(lowest, bound) if quick else search.least_peak(self.plans, bound)
-            found = min(lowest, search.fill(found, found.peak_bytes), key=_by_peak)
+            found = min(lowest, LocalSearch(self.graph, limit).fill(found, found.peak_bytes), key=_by_peak)
             if self.has_forms:
                 found = lowest_with_stays(self.graph, limit, self.host_bytes, [found, *self.plans]) or found
         self.check(found)
@@ -127,7 +131,7 @@ class Planner:
         """Least cost of any plan in seconds: that of the first minimum cut."""
         return min(plan.cost_seconds for plan in self.plans)
 
-    def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
+    def fastest(self, accepts: Accepts | None = None) -> Plan | None:
         """Returns the plan of least time, without a bound on memory."""
         return min(self.plans, key=_by_cost) if accepts is None else self.choose(None, accepts=accepts)
 
@@ -137,7 +141,7 @@ class Planner:
 
     # -- plans for a budget ----------------------------------------------------------------------------------------------
 
-    def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
+    def find(self, budget_bytes: int | None, accepts: Accepts | None = None) -> PlanningResult:
         """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
 
         With ``accepts``, only plans that it admits count, out of those of :meth:`front`. A lower peak is not searched for then:
@@ -151,7 +155,7 @@ class Planner:
             seconds = min(seconds, best.cost_seconds)
         return self._result(best, smallest, seconds, is_searched)
 
-    def choose(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
+    def choose(self, budget_bytes: int | None, accepts: Accepts | None = None) -> Plan | None:
         """Returns the plan of :meth:`find` without the lower bounds."""
         with _without_garbage_collection():
             if accepts is not None:
@@ -244,35 +248,34 @@ class Planner:
         """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
         if not self.moves:
             return self.plans
-        with _without_garbage_collection():
-            return self._front
+        return self._front
 
     @cached_property
     def _front(self) -> list[Plan]:
-        graph, limit, share = self.graph, self.limit, settings.plans_share
-        search, found = LocalSearch(graph, limit, share), [*self.plans, self.smallest]
-        least, most = self.smallest.peak_bytes, self.starts.save_what_constraints_allow().peak_bytes
-        levels = [least + (most - least) * step // settings.peak_levels for step in range(1, settings.peak_levels)]
-        for level in levels:
-            found += search.solved(found, level, lambda plan: False, near=settings.front_starts)
-        found += self._of_saved_bytes()
-        if self.has_forms:
-            bases = pareto([plan for plan in found if not plan.schedule.stays])
+        graph, least, whole = self.graph, self.smallest.peak_bytes, self.starts.save_what_constraints_allow()
+        levels = [least + (whole.peak_bytes - least) * step // settings.peak_levels for step in range(settings.peak_levels)]
+        found = [*self.plans, self.smallest]
+        with _without_garbage_collection(), self.limit.beside(1.0) as limit:
+            search = LocalSearch(graph, limit)
             for level in levels:
-                with_stays = StaysSearch(graph, limit, share, level, self.host_bytes)
+                found += search.solved(found, level, lambda plan: False, settings.front_starts)
+            found += self._of_saved_bytes(limit)
+            bases = pareto([plan for plan in found if not plan.schedule.stays]) if self.has_forms else []
+            for level in levels if bases else ():
+                with_stays = StaysSearch(graph, limit, 1.0, level, self.host_bytes)
                 found += filter(None, [with_stays.run(bases, lambda plan: False, thorough=False)])
             for base in bases:
-                if limit.has_passed(share):
+                if limit.has_passed():
                     break
                 with limit.unit(3 * PLACEMENT * len(base.sequence)):
                     found += relieving(base)
         return found
 
-    def _of_saved_bytes(self) -> list[Plan]:
+    def _of_saved_bytes(self, limit: WorkLimit) -> list[Plan]:
         """Returns plans of several amounts of saved bytes: those of a graph with very many open calls, within its budgets."""
         many = replace(self.graph, in_flight=MANY)
         starts = [Plan.of(many, plan.schedule, plan.label) for plan in self.plans]
-        search, peaks = LocalSearch(many, self.limit, settings.plans_share), [plan.peak_bytes for plan in starts]
+        search, peaks = LocalSearch(many, limit), [plan.peak_bytes for plan in starts]
         least, most, found = min(peaks), max(peaks), list[Plan]()
         for step in range(1, settings.saved_levels):
             solved = search.solved(

@@ -33,10 +33,10 @@ SIMULATION = 2.2
 VIEW = 3.0
 """Work per execution to list the live ranges of a plan with their uses."""
 
-CHOICE = 14.0
+CHOICE = 9.0
 """Work per drop that is priced."""
 
-STEP = 2.5
+STEP = 1.8
 """Work per read that is followed to find what a drop computes again."""
 
 PLACEMENT = 12.0

@@ -119,9 +119,9 @@ def test_the_clock_ends_the_search_of_a_far_slower_machine_and_the_result_says_s
 
 
 def test_more_work_finds_a_cheaper_plan_and_enough_of_it_ends_the_search_by_itself(clock):
-    found = [searched(seconds)[0] for seconds in (1.5, 2.0, 100.0)]
+    found = [searched(seconds)[0] for seconds in (0.1, 0.5, 100.0)]
     assert [result.interrupted for result in found] == [True, True, False]
-    costs = [result.plan.cost_seconds for result in found]
+    costs = [math.inf if result.plan is None else result.plan.cost_seconds for result in found]
     assert costs == sorted(costs, reverse=True)
     assert costs[0] > costs[-1]
 
