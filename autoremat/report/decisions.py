@@ -1,16 +1,4 @@
-"""The decision for every forward value, with its reason. Both are read off a finished plan; this module decides nothing.
-
-| decision | meaning |
-|---|---|
-| saved | computed by the forward, kept for the backward |
-| offloaded | saved, and kept on the host between its last read in the forward and its first in the backward |
-| packed | saved, and kept as bits between them |
-| sharded | saved, and kept as this rank's part between them; the ranks gather the parts |
-| recomputed | its op runs again in the backward |
-| postponed | computed only in the backward, which alone reads it |
-| fused | never materialised: its readers compute it |
-| forward only | not read by the backward |
-"""
+"""The decision for every forward value, with its reason. Both are read off a finished plan; this module decides nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +16,15 @@ from autoremat.planner.plans.plan import Plan
 
 
 class Decision(str, enum.Enum):
-    """Decision of a plan for a forward value."""
+    """Decision of a plan for a forward value. Offloaded, packed and sharded values are saved, in another form."""
 
     SAVED = "saved"
     OFFLOADED = "offloaded"
     PACKED = "packed"
     SHARDED = "sharded"
     RECOMPUTED = "recomputed"
-    POSTPONED = "postponed"
-    FUSED = "fused"
+    POSTPONED = "postponed"  # computed only in the backward, which alone reads it
+    FUSED = "fused"  # never materialised: its readers compute it
     FORWARD_ONLY = "forward only"
 
 

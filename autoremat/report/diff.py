@@ -52,11 +52,11 @@ class ReportDiff(Shown):
 
     @property
     def figures(self) -> tuple[tuple[str, str, str, str], ...]:
-        """Rows of (name, before, after, difference), one for each figure of a report."""
+        """Rows of (name, before, after, difference), one for each figure that either report has."""
         rows = []
         for what, attribute, text in _FIGURES:
             first, second = getattr(self.before, attribute), getattr(self.after, attribute)
-            if attribute in _OF_OTHER_FORMS and not (first or second):
+            if not (first or second):
                 continue
             difference = "" if first is None or second is None else _signed(second - first, text)
             before, after = ("-" if one is None else text(one) for one in (first, second))
@@ -65,8 +65,9 @@ class ReportDiff(Shown):
 
     def line(self) -> str:
         """Returns the one-line representation."""
-        _, before, after, change = next(row for row in self.figures if row[0] == "predicted peak")
-        return f"{len(self.changes)} values with another decision, predicted peak {before} -> {after} ({change})"
+        old, new = self.before.predicted_peak_bytes, self.after.predicted_peak_bytes
+        peaks = f"{format_bytes(old)} -> {format_bytes(new)} ({_signed(new - old, format_bytes)})"
+        return f"{len(self.changes)} values with another decision, predicted peak {peaks}"
 
     def tables(self) -> Sequence[PlainTable]:
         """Returns the printed tables."""
@@ -101,8 +102,6 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("stalls", "stall_seconds", format_seconds),
     ("step", "step_seconds", format_seconds),
 )
-_OF_OTHER_FORMS = ("host_peak_bytes", "stall_seconds")
-"""Figures that are shown only if a plan keeps saved tensors in other forms."""
 
 
 def _decision(value: ForwardValue | None) -> str:

@@ -43,12 +43,12 @@ WIDTH, HEIGHT = 9.0, 4.5
 def memory(report: ReportData) -> Figure:
     """Returns a plot of the live bytes over one step with the plan, stacked by groups of modules.
 
-    Lines show the budget and the step without recomputation. The time is that of the cost model. Raises ``ValueError`` for a
-    report without a profile.
+    Lines show the budget and the step without recomputation. The time is that of the cost model. Raises ``ValueError`` for an
+    empty graph.
     """
     after, before = report.profile_after, report.profile_before
     if after is None:
-        raise ValueError("the report has no memory profile: it is of a version that did not keep one, or of an empty graph")
+        raise ValueError("the graph is empty")
     figure, axes = _empty(WIDTH, HEIGHT)
     unit, scale = _byte_unit([*after.totals, *(before.totals if before else ())])
     time_unit, time_scale = _time_unit(max([*after.seconds, *(before.seconds if before else ())], default=0.0))
@@ -117,12 +117,7 @@ def pareto(points: Sequence[Point]) -> Figure:
 
 
 def saved_by_layer(report: ReportData) -> Figure:
-    """Returns a plot of the forward's bytes by layer and decision, from the first layer to the last.
-
-    Raises ``ValueError`` for a report without values.
-    """
-    if not report.values:
-        raise ValueError("the report does not say what becomes of the forward's values: it is of an earlier version")
+    """Returns a plot of the forward's bytes by layer and decision, from the first layer to the last."""
     layers = bytes_by_layer(report.values)
     figure, axes = _empty(WIDTH, max(1.5, 0.9 + 0.18 * len(layers)))
     unit, scale = _byte_unit([sum(sizes.values()) for sizes in layers.values()])
