@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoremat.basics.codec import Codec, plain
+from autoremat.planner.graph.op import Value
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import ROUNDING
 from autoremat.report.binding import parts_of_peak
-from autoremat.report.decisions import ForwardValue, SavedTensor, Total, explain_values, saved_tensors, totals_of
+from autoremat.report.decisions import ForwardValue, Total, explain_values, totals_of
 from autoremat.report.facts import BudgetFacts, CodeFacts, PlanningFacts
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
 from autoremat.report.stored import StoredTensors
@@ -167,8 +168,12 @@ class ReportData(CodeFacts, BudgetFacts, PlanningFacts):
     """Where the search found the plan, or the stored plan or the policy that it is."""
     time_limited = Figure[bool](lambda report: report.plan.interrupted)
     """True if the time limit ended the search, as an amount of work or by the clock."""
-    saved = cached_property[tuple[SavedTensor, ...]](lambda report: saved_tensors(report.plan))
-    """Saved tensors, the largest first."""
+
+    @cached_property
+    def saved(self) -> tuple[Value, ...]:
+        """Values of the graph that the forward saves for the backward, the largest first."""
+        values = self.plan.graph.values
+        return tuple(values[v] for v in sorted(self.plan.saved, key=lambda v: (-values[v].bytes, v)))
 
     @cached_property
     def stored(self) -> StoredTensors | None:

@@ -103,27 +103,6 @@ class ForwardValue:
 
 
 @dataclass(frozen=True)
-class SavedTensor:
-    """A storage that the forward saves for the backward."""
-
-    name: str
-    bytes: int
-    op: str
-    module: str
-    source: str
-
-
-def saved_tensors(plan: Plan) -> tuple[SavedTensor, ...]:
-    """Returns the saved tensors of a plan, the largest first."""
-    values, ops = plan.graph.values, plan.graph.ops
-    largest_first = (values[v] for v in sorted(plan.saved, key=lambda v: (-values[v].bytes, v)))
-    return tuple(
-        SavedTensor(v.name, v.bytes, "" if v.producer is None else ops[v.producer].target, v.module, v.source)
-        for v in largest_first
-    )
-
-
-@dataclass(frozen=True)
 class Total:
     """Sums over forward values of one class of modules or of one op. Seconds are estimates of the cost model."""
 

@@ -30,7 +30,8 @@ def tables(report: ReportData) -> list[PlainTable]:
     if report.saved:
         tensors = PlainTable("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
         for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
-            tensors.add_row(format_bytes(tensor.bytes), tensor.op, tensor.module, short_source(tensor.source))
+            op = "" if tensor.producer is None else report.plan.graph.ops[tensor.producer].target
+            tensors.add_row(format_bytes(tensor.bytes), op, tensor.module, short_source(tensor.source))
         shown.append(tensors)
     return shown
 
