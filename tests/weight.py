@@ -22,27 +22,26 @@ from folders import ROOT
 from layers import LAYERS, SOURCES
 
 BUDGETS = {
-    "agreement": 518,
-    "basics": 1305,
+    "basics": 1310,
     "capture": 1428,
-    "compiler": 5483,
+    "compiler": 5520,
     "device_memory": 510,
     "host_memory": 412,
     "measure": 1224,
     "ops": 1066,
     "options": 492,
-    "passes": 2969,
-    "planner": 12321,
-    "report": 1891,
+    "passes": 2907,
+    "planner": 11956,
+    "report": 1768,
     "request": 598,
-    "step_profile": 1044,
-    "tools": 1807,
-    "torch_private": 3745,
+    "step_profile": 1049,
+    "tools": 1910,
+    "torch_private": 3721,
     "workspaces": 686,
     "top": 437,
-    "core": 37936,
-    "tests": 31480,
-    "benchmarks": 7668,
+    "core": 36994,
+    "tests": 29731,
+    "benchmarks": 7653,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""
 

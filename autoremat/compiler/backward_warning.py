@@ -31,7 +31,7 @@ from autoremat.torch_private.untraced import around_backward
 ANEW = "Call the function once for each backward"
 """The remedy for what repeated backwards of one call keep."""
 
-MARGIN = 1.25
+MARGIN = 1.3
 """The room that a lower budget leaves for the excess, as a multiple of it: another plan frees other tensors."""
 
 

@@ -16,7 +16,6 @@ from autoremat import OptionWarning, host_memory
 from autoremat.capture import forms
 from autoremat.compiler import forms as compiler_forms
 from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.compiler.peers import _least_host
 from autoremat.measure import host_link
 from autoremat.measure.host_link import host_link_of, least_link, measure_link
 from autoremat.options.options import Options
@@ -172,7 +171,3 @@ def test_ranks_take_the_least_bytes_and_the_slowest_link():
     one, other = HostLink(25e9, 20e9, 1e-5, 0.6), HostLink(20e9, 25e9, 2e-5, 0.8)
     slowest = HostLink(20e9, 20e9, 2e-5, 0.6)
     assert least_link([one, other]) == slowest
-    parts = {rank: {"host": 10 + rank, "link": [*dataclasses.astuple(link)]} for rank, link in enumerate((one, other))}
-    assert _least_host(parts) == {"host": 10, "link": [*dataclasses.astuple(slowest)]}
-    parts[0] = {"host": None, "link": None}
-    assert _least_host(parts) == {"host": None, "link": None}

@@ -172,8 +172,8 @@ def test_the_named_budget_leaves_the_room():
             kept(compiled, x)
         net.zero_grad()
         peaks.append((peak.bytes, autoremat.reports()[-1].budget_bytes))
-        (found,) = re.findall(r"memory_budget=(\d+)", str(caught[0].message))
-        budget = int(found)
+        for found in re.findall(r"memory_budget=(\d+)", str(caught[0].message)):
+            budget = int(found)
     (first, limit), (second, lower) = peaks
     assert lower < limit < first
     assert second <= limit

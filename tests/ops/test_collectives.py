@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autoremat
 from autoremat import Report
 from autoremat.basics.errors import ConstraintWarning
-from autoremat.compiler.peers import Alone
+from autoremat.compiler.peers import Peers
 from autoremat.planner.graph.op import Constraint, Op, Trait
 from autoremat.report.decisions import Decision, Reason
 
@@ -120,7 +120,7 @@ def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(col
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes other ranks exist, without an agreement with them."""
-    monkeypatch.setattr(Alone, "may_repeat_collectives", False)
+    monkeypatch.setattr(Peers, "may_repeat_collectives", False)
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])

@@ -149,7 +149,8 @@ class Planner:
         """
         best = self.choose(budget_bytes, accepts=accepts)
         is_searched = best is None and accepts is None and self.moves
-        smallest = self.lowest if is_searched else min((*self.plans, *self.found), key=_by_peak)
+        known = (*self.plans, *self.found) if self.limit.interrupted else (self.smallest, *self.plans, *self.found)
+        smallest = self.lowest if is_searched else min(known, key=_by_peak)
         seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes)
         if best is not None and budget_bytes is not None and accepts is None:
             seconds = min(seconds, best.cost_seconds)
