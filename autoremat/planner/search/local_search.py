@@ -271,19 +271,12 @@ class LocalSearch:
                 found.setdefault(solved.cost_seconds, solved)
         return [found[cost] for cost in sorted(found)]
 
-    def cheapest(
-        self,
-        starts: Collection[Plan],
-        target: int,
-        suffices: Suffices,
-        patience_share: float = 1.0,
-        improved: int = settings.improved,
-    ) -> Plan | None:
+    def cheapest(self, starts: Collection[Plan], target: int, suffices: Suffices) -> Plan | None:
         """Returns the cheapest plan found within ``target`` bytes, or None. One that ``suffices`` ends the search."""
-        best, patience = None, int(patience_share * self.patience)
-        for solved in self.solved(starts, target, suffices)[:improved]:
+        best = None
+        for solved in self.solved(starts, target, suffices)[: settings.improved]:
             if best is None or not suffices(best):
-                found = self.improve(solved, target, suffices, patience)
+                found = self.improve(solved, target, suffices, self.patience)
                 best = found if best is None or found.cost_seconds < best.cost_seconds else best
         return best
 

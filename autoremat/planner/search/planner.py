@@ -235,7 +235,9 @@ class Planner:
             middle = (fails + level) // 2
             search = LocalSearch(self.graph, self.limit, settings.plans_share)
             budget = least + (most - least) * middle // settings.time_levels
-            found = search.cheapest(self.plans, budget, time.keeps, settings.time_patience, improved=1)
+            solved = search.solved(self.plans, budget, time.keeps, settings.time_starts)
+            patience = int(settings.time_patience * search.patience)
+            found = search.improve(solved[0], budget, time.keeps, patience) if solved else None
             if self.has_forms and (found is None or not time.keeps(found)):
                 stays = StaysSearch(self.graph, self.limit, settings.plans_share, budget, self.host_bytes)
                 found = stays.run(self.plans, time.keeps, thorough=False) or found

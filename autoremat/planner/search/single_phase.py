@@ -2,7 +2,8 @@
 
 A split at an op turns such a graph into a training step: the ops before it become the forward, the rest the backward. Op and
 value numbers stay. The joined halves of a plan of the split are therefore a plan of the whole graph. Such a plan recomputes
-only ops before the split, and only after it. The search tries several splits and takes the best plan.
+only ops before the split, and only after it. The cuts of several splits are starts of the local search, which recomputes
+anywhere.
 
 The lower bound of a split uses only the start of its backward. At that op, every plan whose first executions follow the given
 sequence needs values from which the rest can be computed. Later program points give no bound, because values computed after the
@@ -12,7 +13,6 @@ split may be recomputed, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -65,18 +65,6 @@ def full_places(graph: Graph, stretches: int) -> list[int]:
     return [int(part[bytes_at[part].argmax()]) for part in parts if len(part)]
 
 
-def steps_of(graph: Graph) -> Iterator[Graph]:
-    """Yields the training steps to plan for ``graph``: the graph itself, or its splits if it is single-phase.
-
-    The split at the op with the most live bytes comes first. A single-phase graph of less than two ops has no splits.
-    """
-    if not graph.single_phase:
-        yield graph
-        return
-    for place in dict.fromkeys((*full_places(graph, 1), *full_places(graph, SETTINGS.search.splits - 1))):
-        yield split_at(graph, place)
-
-
 class OnePhaseStarts:
     """The minimum cuts of the splits of a single-phase graph, as plans of the graph."""
 
@@ -95,11 +83,12 @@ class OnePhaseStarts:
     def plans(self) -> list[Plan]:
         """The plans of all cuts, and the one without recomputation."""
         found = [self.save_everything()]
-        for step in steps_of(self.graph) if len(self.graph.ops) > 1 else ():
+        places = (*full_places(self.graph, 1), *full_places(self.graph, SETTINGS.search.splits - 1))
+        for place in dict.fromkeys(places):  # the fullest one first
             if self.limit.has_passed(SETTINGS.search.starts_share):
                 self.lacks_cuts = True
                 break
-            starts = Starts(step, self.limit)
+            starts = Starts(split_at(self.graph, place), self.limit)
             found += [joined(self.graph, plan) for plan in starts.plans]
             self.lacks_cuts = self.lacks_cuts or starts.lacks_cuts
         return found
@@ -117,15 +106,12 @@ class OnePhaseBounds:
             with limit.unit(PREPARATION * len(graph.ops)):
                 split = split_at(graph, place)
                 self.starts.append(Moments(split, MinCut(split, limit), only_first=True))
-        self._seconds: dict[int, float] = {}  # cached, because the planning of every split asks for the same budgets
 
     def seconds(self, budget: int, traffic: bool = True) -> float:
         """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if no plan fits."""
-        if budget not in self._seconds:
-            enough = working_set_bytes(self.graph) <= budget
-            most = max((start.seconds(budget) for start in self.starts), default=0.0)
-            self._seconds[budget] = most if enough else math.inf
-        return self._seconds[budget]
+        if working_set_bytes(self.graph) > budget:
+            return math.inf
+        return max((start.seconds(budget, traffic) for start in self.starts), default=0.0)
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""

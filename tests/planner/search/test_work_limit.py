@@ -36,7 +36,7 @@ from autoremat.tools.explain import Preview, previews
 UNITS_BESIDE = 12
 """The most units that a search needs in any case: two cuts, baseline, two candidates, a program point that it has begun."""
 
-LITTLE = 2.0
+LITTLE = 0.6
 """A time limit whose work is half of that of a whole search on the chain."""
 
 
