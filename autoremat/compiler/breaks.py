@@ -21,7 +21,7 @@ from autoremat.compiler.interception import active_interceptor
 from autoremat.options.options import Options
 from autoremat.report.text_tables import short_source
 from autoremat.request.budgets import is_profile
-from autoremat.torch_private import compilers, dynamo, frames
+from autoremat.torch_private import compilers, dynamo, frames, split_graphs
 from autoremat.torch_private.frames import Compiler, GivenUp
 
 SHOWN = 3
@@ -100,6 +100,7 @@ def listen() -> None:
     """
     dynamo.around_each_frame(_before_a_frame, _after_a_frame)
     frames.when_given_up(_gave_up)
+    split_graphs.watch_parts()
 
 
 def seconds_in_dynamo() -> float:

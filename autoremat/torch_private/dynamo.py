@@ -171,6 +171,10 @@ def runs_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+BETWEEN = "/torch/", "/contextlib.py", "/torch_private/"
+"""Parts of the names of files whose functions may run between Dynamo and the wrapper of ``torch.compile``."""
+
+
 def is_called_by_a_broken_function() -> bool:
     """Returns True if the function that Dynamo compiles now is called by one that runs: Dynamo broke that, or left it alone.
 
@@ -183,7 +187,7 @@ def is_called_by_a_broken_function() -> bool:
         passed = passed or file.endswith("_dynamo/convert_frame.py")
         if passed and file.endswith("_dynamo/eval_frame.py") and name in ("compile_wrapper", "_fn"):
             return False
-        if passed and (file.endswith(CONTAINERS) or not ("/torch/" in file or file.endswith("/contextlib.py"))):
+        if passed and (file.endswith(CONTAINERS) or not any(part in file for part in BETWEEN)):
             return True
         frame = frame.f_back
     return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,10 +32,6 @@ RESUMED = resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX
 
 LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 """Folders of torch and of this package, whose functions are not the user's."""
-
-CODE = "code"
-COMPILER = "compiler_fn"
-"""Variables of the function in which Dynamo compiles a frame."""
 
 STANDARD = os.path.dirname(os.__file__) + os.sep
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
@@ -147,6 +143,13 @@ class Reasons:
 reasons = Reasons()
 """The reasons of this process."""
 
+_in_work = threading.local()
+"""The ``frames`` that Dynamo compiles now in a thread, each with its compiler, and the one that ``failed`` last."""
+
+
+def _frames_in_work() -> list[tuple[CodeType, Any]]:
+    return getattr(_in_work, "frames", [])
+
 
 def is_library(file: str) -> bool:
     """Returns True for a file of torch, of this package or of Python."""
@@ -164,14 +167,27 @@ def when_given_up(listener: Callable[[GivenUp], None]) -> None:
     words: Any = vars(convert_frame)["format_error_msg"]
     if vars(words).get("listener") is listener:
         return
+    compile_frame: Any = vars(convert_frame)["_compile"]
+
+    def compiling(code: CodeType, of: Any, local: Any, builtins: Any, closure: Any, by: Any, *others: Any, **named: Any) -> Any:
+        _in_work.frames = [*_frames_in_work(), (code, by)]
+        _in_work.failed = None
+        try:
+            return compile_frame(code, of, local, builtins, closure, by, *others, **named)
+        except BaseException:
+            _in_work.failed = code, by
+            raise
+        finally:
+            _in_work.frames = _in_work.frames[:-1]
 
     def telling(error: BaseException, code: CodeType, record_filename: Any = None, frame: Any = None) -> Any:
-        converter = sys._getframe(1).f_locals.get("self")
-        listener(GivenUp(code, Compiler.of(converter), error, frame))
+        failed, by = getattr(_in_work, "failed", None) or (None, None)
+        listener(GivenUp(code, Compiler.of(by if failed is code else None), error, frame))
         return words(error, code, record_filename, frame)
 
     vars(telling)["listener"] = listener
     vars(convert_frame)["format_error_msg"] = telling
+    vars(convert_frame)["_compile"] = compiling
     skip = names.resolve("torch._dynamo.convert_frame:CatchErrorsWrapper._handle_skip")
     if skip is None:  # torch 2.12 and earlier do not say why they skip a frame
         return
@@ -187,14 +203,16 @@ def when_given_up(listener: Callable[[GivenUp], None]) -> None:
 
 def frame_in_work() -> tuple[CodeType, Compiler] | None:
     """Returns the code that Dynamo compiles now, and by what; None outside of Dynamo, and in a lazy backward."""
-    found = next(_above_dynamo(), None)
-    return None if found is None else (found.f_locals[CODE], Compiler.of(found.f_locals[COMPILER]))
+    found = _frames_in_work()
+    return (found[-1][0], Compiler.of(found[-1][1])) if found else None
 
 
 def functions_in_work() -> Iterator[tuple[str, str]]:
     """Yields the file and the name of the function that Dynamo compiles now, then those of its callers, innermost first."""
-    for number, frame in enumerate(_above_dynamo()):
-        yield function_of(frame.f_locals[CODE] if not number else frame.f_code)
+    found = _frames_in_work()
+    if found:
+        yield function_of(found[-1][0])
+        yield from (function_of(frame.f_code) for frame in _above_dynamo())
 
 
 def calling() -> Iterator[CodeType]:

@@ -6,10 +6,9 @@ This module decides nothing about plans.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +37,10 @@ class GradientHooks:
 
 _hooks: WeakKeyDictionary[Any, GradientHooks] = WeakKeyDictionary()
 """The hooks of the graphs that :func:`compile_parts` compiles now, by ``owner``."""
+
+
+_part: ContextVar[tuple[Any, fx.Node] | None] = ContextVar("autoremat_part", default=None)
+"""The owner and the node of the part that is compiled now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,20 +75,31 @@ def is_split() -> bool:
 
 def current_split() -> Split | None:
     """Returns the split whose part is compiled now; None if there is none."""
-    from torch._dynamo.backends.distributed import SubmodCompiler
-
-    code = SubmodCompiler.run_node.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    if frame is None:
+    found = _part.get()
+    if found is None or not isinstance(found[0].module, fx.GraphModule):
         return None
-    owner: Any = frame.f_locals.get(code.co_varnames[0])
-    node = frame.f_locals.get(code.co_varnames[1])
-    if node is None or not isinstance(owner.module, fx.GraphModule):
-        return None
+    owner, node = found
     calls = [call for call in owner.module.graph.nodes if call.op == "call_module"]
     return Split(owner, calls.index(node), len(calls), _hooks.get(owner))
+
+
+def watch_parts() -> None:
+    """Notes from now on which part of a split graph torch compiles. Repeated calls have no effect."""
+    from torch._dynamo.backends.distributed import SubmodCompiler
+
+    run_node: Any = SubmodCompiler.run_node
+    if hasattr(run_node, "is_watched"):
+        return
+
+    def watched(owner: Any, node: fx.Node) -> Any:
+        token = _part.set((owner, node))
+        try:
+            return run_node(owner, node)
+        finally:
+            _part.reset(token)
+
+    vars(watched)["is_watched"] = True
+    setattr(SubmodCompiler, run_node.__name__, watched)
 
 
 def parts_of(split: Split) -> tuple[Sequence[PartOfGraph], Mapping[str, Any], Sequence[Any]]:
