@@ -139,7 +139,7 @@ def test_two_budgets_never_share_an_entry_and_warm_starts_report_the_same(cold, 
     for answer in (high, low, again, low_again):
         report = report_of(answer)
         assert report["compiled_peak_bytes"] is not None
-        assert answer["kept"] == report["saved_bytes"] == sum(tensor["bytes"] for tensor in report["saved"])
+        assert answer["kept"] == report["saved_bytes"]
         assert answer["measured"] <= report["budget_bytes"]
         assert answer["loss"] == pytest.approx(high["loss"], rel=1e-5)
         assert answer["gradient"] == pytest.approx(high["gradient"], rel=1e-4)
