@@ -20,10 +20,6 @@ class SegmentationSettings:
     input of a block lives for a quarter of them."""
     long_range_ops: int = 12
     """Lifetime in ops up to which a value is never long-range, so that short forwards have cuts too."""
-    maximum_segments: int = 128
-    """Maximum number of segments."""
-    short_segments: int = 8
-    """Number of segments up to which two ops per segment are enough. Larger numbers need four."""
 
 
 @dataclass(frozen=True)

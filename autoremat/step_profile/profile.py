@@ -69,13 +69,12 @@ def profile_step(
     graphs contain collectives or DTensors have to profile at the same time. They share the result: the least budget, and at
     each moment the memory of the rank that needs the most.
     """
-    parsed = _accepted(options, memory_budget)
-    variants = variants_of(variants)
+    parsed, variants = _accepted(options, memory_budget), variants_of(variants)
     holds_compiled = _holds_compiled(function) if regional is None else regional
     torch.compiler.reset()
     listen()  # the reset has ended it
-    compiled = functools.partial(torch.compile, backend="autoremat", options=dict(options or {}) or None)
-    step = function if holds_compiled else compiled(function)
+    named = dict(options or {}) or None
+    step = function if holds_compiled else torch.compile(function, backend="autoremat", options=named)
     taken = Recording(parsed)
     with status_if_slow("profiling the step", shown=parsed.progress):
         try:

@@ -9,7 +9,6 @@ the cuts lie where they are cheapest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,18 +91,3 @@ class Chain:
         crossing = tuple(tuple(self.crossing(p)) for p in places)
         kept = frozenset(v for values in crossing for v in values)
         return Segments(tuple(of_op.tolist()), kept, self.long_range), crossing
-
-
-def segment_counts(num_forward: int) -> Iterator[int]:
-    """Yields the numbers of segments to try, in the sequence 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
-
-    The largest number leaves four ops per segment, or two if it is at most ``short_segments``. It never exceeds
-    ``maximum_segments``.
-    """
-    most = max(1, min(settings.maximum_segments, max(num_forward // 4, min(num_forward // 2, settings.short_segments))))
-    count = 1
-    while count <= most:
-        yield count
-        if count >= 2 and count * 3 // 2 <= most:
-            yield count * 3 // 2
-        count *= 2

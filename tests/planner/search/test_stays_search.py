@@ -1,4 +1,4 @@
-"""Joint search: its lower bounds hold for every plan with stays, and its plans are close to the optimum of small graphs."""
+"""Search with stays: lower bounds hold for every plan with stays, and its plans are close to the optimum."""
 
 from __future__ import annotations
 
