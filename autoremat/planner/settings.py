@@ -78,10 +78,8 @@ class SearchSettings:
     """Maximum cost of a plan within the soft budget over the fastest plan, as a share of the step, by the cost model."""
     time_levels: int = 128
     """Number of equal steps between the bound on the peak and the peak of the fastest plan, for a budget of time."""
-    time_starts: int = 2
-    """Number of starts on each side of one of these steps that are solved."""
-    time_patience: float = 0.33
-    """Share of the trials of a search that one of these steps has."""
+    time_steps: tuple[float, ...] = (0.001, 0.005, 0.02)
+    """Shares of the least peak found within a time by which the targets of trials are lower."""
     free_slowdown: float = 0.005
     """Share of the step that ``max_slowdown="free"`` allows. Repeated measurements of one step differ by more."""
     splits: int = 4

@@ -41,14 +41,22 @@ EVERY = 1 << 30
 Suffices = Callable[[Plan], bool]
 """True for a plan that need not be improved."""
 
+SecondsOf = Callable[[Plan], float]
+"""What a search makes least."""
+
 Choice = Callable[[LiveView, int, Set[Hashable]], Sequence[Hashable]]
 """Applies at most so many moves to a view, without those that are banned, and returns their keys."""
 
 
-def pareto(plans: Collection[Plan]) -> list[Plan]:
-    """Returns the plans that no other one beats in both peak and cost, the cheapest first."""
+def cost_of(plan: Plan) -> float:
+    """Returns the seconds that a plan costs beside the step itself."""
+    return plan.cost_seconds
+
+
+def pareto(plans: Collection[Plan], seconds_of: SecondsOf = cost_of) -> list[Plan]:
+    """Returns the plans that no other one beats in both peak and seconds, the fastest first."""
     front: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.cost_seconds, plan.peak_bytes)):
+    for plan in sorted(plans, key=lambda plan: (seconds_of(plan), plan.peak_bytes)):
         if not front or plan.peak_bytes < front[-1].peak_bytes:
             front.append(plan)
     return front
@@ -57,8 +65,9 @@ def pareto(plans: Collection[Plan]) -> list[Plan]:
 class LocalSearch:
     """The search on one graph, within ``limit``. Equal sequences of questions get equal plans, unless the clock ends it."""
 
-    def __init__(self, graph: Graph, limit: WorkLimit, share: float = 1.0) -> None:
+    def __init__(self, graph: Graph, limit: WorkLimit, share: float = 1.0, seconds_of: SecondsOf = cost_of) -> None:
         self.graph, self.limit, self.share, self.random = graph, limit, share, random.Random(SEED)
+        self.seconds_of = seconds_of
         self.never_saved = facts_of(graph).never_saved
         self.patience = min(max(settings.trial_work // max(graph.num_forward, 1), settings.trials[0]), settings.trials[1])
         self.seconds_of_a_byte = 1e-8 * graph.step_seconds
@@ -190,7 +199,7 @@ class LocalSearch:
 
     def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
         """Returns True if ``found`` fits and costs less than ``plan``."""
-        return self.fits(found, target) and found.cost_seconds < plan.cost_seconds
+        return self.fits(found, target) and self.seconds_of(found) < self.seconds_of(plan)
 
     def solve(self, plan: Plan, target: int, noisy: bool = False) -> Plan:
         """Returns the plan brought down to ``target``, and filled if it fits."""
@@ -247,8 +256,19 @@ class LocalSearch:
         while failures < patience and not suffices(plan) and not self.is_over():
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
-            is_cheaper = found.cost_seconds < plan.cost_seconds * (1 - ROUNDING)
+            is_cheaper = self.seconds_of(found) < self.seconds_of(plan) * (1 - ROUNDING)
             improves = self.fits(found, target) and (is_cheaper or suffices(found))
+            plan, failures = (found, 0) if improves else (plan, failures + 1)
+        return plan
+
+    def lower(self, plan: Plan, keeps: Suffices) -> Plan:
+        """Returns the plan of the least peak of a sequence of trials from one that ``keeps`` admits, as it must the others."""
+        failures = trial = 0
+        while failures < 2 * self.patience and not self.is_over():
+            target = int(self.peak(plan) * (1.0 - settings.time_steps[trial % len(settings.time_steps)]))
+            found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
+            trial += 1
+            improves = self.peak(found) < self.peak(plan) and keeps(found)
             plan, failures = (found, 0) if improves else (plan, failures + 1)
         return plan
 
@@ -256,10 +276,10 @@ class LocalSearch:
 
     def solved(self, starts: Collection[Plan], target: int, suffices: Suffices, near: int = settings.near) -> list[Plan]:
         """Returns the plans within ``target`` bytes that ``near`` starts on each side of it lead to, the cheapest first."""
-        front = pareto(starts)
+        front = pareto(starts, self.seconds_of)
         below = [plan for plan in front if plan.peak_bytes <= target][:near]
-        least = below[0].cost_seconds if below else math.inf
-        above = [plan for plan in front if plan.peak_bytes > target and plan.cost_seconds < least][-near:]
+        least = self.seconds_of(below[0]) if below else math.inf
+        above = [plan for plan in front if plan.peak_bytes > target and self.seconds_of(plan) < least][-near:]
         found = dict[float, Plan]()
         for start in (*below, *reversed(above)):
             if found and self.is_over():
@@ -268,7 +288,7 @@ class LocalSearch:
             if self.fits(solved, target):
                 if suffices(solved):
                     return [solved]
-                found.setdefault(solved.cost_seconds, solved)
+                found.setdefault(self.seconds_of(solved), solved)
         return [found[cost] for cost in sorted(found)]
 
     def cheapest(self, starts: Collection[Plan], target: int, suffices: Suffices) -> Plan | None:
@@ -277,7 +297,7 @@ class LocalSearch:
         for solved in self.solved(starts, target, suffices)[: settings.improved]:
             if best is None or not suffices(best):
                 found = self.improve(solved, target, suffices, self.patience)
-                best = found if best is None or found.cost_seconds < best.cost_seconds else best
+                best = found if best is None or self.seconds_of(found) < self.seconds_of(best) else best
         return best
 
     def least_peak(self, starts: Collection[Plan], bound: int) -> Plan:

@@ -217,8 +217,8 @@ class Planner:
     def least_peak(self, time: TimeBudget) -> PlanningResult:
         """Returns the plan of the least peak found that keeps to ``time``, if there is one.
 
-        Budgets are levels of a fixed grid. The outcome at one level depends on no other one, so the level at which the
-        bisection ends never rises with the allowed time. The lower bound on the cost is that for the plan's own peak.
+        Starts are solved for levels of the peak, by bisection, and trials go on from the lowest one within the time. They make
+        the predicted seconds least instead of the cost. The lower bound on the cost is that for the plan's own peak.
         """
         given = [time.plan] if time.plan.graph is self.graph else []
         best = min((plan for plan in (*self.plans, *given) if time.keeps(plan)), key=_by_peak, default=None)
@@ -230,22 +230,20 @@ class Planner:
         return replace(judged, plan=best, smallest=self.smallest)
 
     def _descended(self, best: Plan, time: TimeBudget) -> Plan:
+        search = LocalSearch(self.graph, self.limit, settings.plans_share, lambda plan: plan.predicted_seconds)
         least, most, fails, level = self.moments.peak_bytes(), best.peak_bytes, -1, settings.time_levels
         while level - fails > 1:
             middle = (fails + level) // 2
-            search = LocalSearch(self.graph, self.limit, settings.plans_share)
             budget = least + (most - least) * middle // settings.time_levels
-            solved = search.solved(self.plans, budget, time.keeps, settings.time_starts)
-            patience = int(settings.time_patience * search.patience)
-            found = search.improve(solved[0], budget, time.keeps, patience) if solved else None
-            if self.has_forms and (found is None or not time.keeps(found)):
+            found = next(filter(time.keeps, search.solved(self.plans, budget, time.keeps)), None)
+            if self.has_forms and found is None:
                 stays = StaysSearch(self.graph, self.limit, settings.plans_share, budget, self.host_bytes)
-                found = stays.run(self.plans, time.keeps, thorough=False) or found
+                found = stays.run(self.plans, time.keeps, thorough=False)
             if found is not None and time.keeps(found):
                 level, best = middle, min(best, found, key=_by_peak)
             else:
                 fails = middle
-        return best
+        return best if best.schedule.stays else search.lower(best, time.keeps)
 
     def front(self) -> list[Plan]:
         """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
