@@ -47,7 +47,7 @@ def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[i
     forward.graph.lint()
     backward.graph.lint()
     _check_split(capture, backward)
-    if capture.graph.fuses:
+    if capture.graph.machine.fuses:
         run_passes(forward, materialize_shared)
         run_passes(backward, materialize_shared, preserve_strides)
     return forward, backward

@@ -94,7 +94,7 @@ class Fusion:
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.sequence, self.start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
-        self.ops, self.most_reads = [graph.ops[op] for op in self.sequence], graph.most_reads
+        self.ops, self.most_reads = [graph.ops[op] for op in self.sequence], graph.machine.most_reads
         self.buffers = buffers_of(graph, schedule)
         self.read = {(b.value, reader): b for b in self.buffers for reader in b.readers}
         self.inlined, self.computed_from, self.work_of = cache(self._inlined), cache(self._computed_from), cache(self._work_of)
@@ -151,7 +151,7 @@ def in_one_call(graph: Graph, schedule: Schedule, moment: int) -> range:
     """The executions of the one call that runs the execution at `moment`: those around it without an extern kernel."""
     sequence, start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
     extern = [at for at, op in enumerate(sequence) if graph.ops[op].kind is Kind.EXTERN]
-    if not (graph.fuses and graph.fusion_groups_hold_buffers) or moment in extern:
+    if not (graph.machine.fuses and graph.machine.fusion_groups_hold_buffers) or moment in extern:
         return range(moment, moment + 1)
     half = range(start_of_backward) if moment < start_of_backward else range(start_of_backward, len(sequence))
     before = [at for at in extern if half.start <= at < moment]
@@ -184,7 +184,7 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
     """Bytes alive during each execution, counted moment by moment."""
     sequence = schedule.forward + schedule.backward
     buffers = buffers_of(graph, schedule)
-    absent = Fusion(graph, schedule).absent() if graph.fuses else set()
+    absent = Fusion(graph, schedule).absent() if graph.machine.fuses else set()
     made_by = by_maker(buffers)
 
     @cache
@@ -210,7 +210,7 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
         return same_half and Kind.EXTERN not in kinds[first + 1 : last]
 
     overwritten, overwriting = set(), set()
-    for moment, op in enumerate(sequence if graph.fuses else ()):
+    for moment, op in enumerate(sequence if graph.machine.fuses else ()):
         for result in made_by.get(moment, []) if len(graph.ops[op].outputs) == 1 else []:
             reduced = [r for r in result.readers if kinds[r] is Kind.REDUCTION and in_one_run(moment, r)]
             free = [b for b in read_where_written(moment) if not (b.to_the_end or b.moves)]
@@ -226,7 +226,7 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
         return first <= moment <= last
 
     tangents = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
-    beside = (graph.in_flight - 1) * bytes_between_halves(graph, schedule) + graph.resident_bytes
+    beside = (graph.calls.in_flight - 1) * bytes_between_halves(graph, schedule) + graph.calls.resident_bytes
     return [
         sum(graph.values[b.value].bytes for b in buffers if b not in absent and alive(b, moment))
         + (tangents if moment >= len(schedule.forward) else 0)

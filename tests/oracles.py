@@ -53,8 +53,10 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     times = larger / own if own and op.inputs and larger > 8 * own else 1.0
     arithmetic = (op.seconds - op.memory_bound_seconds) * times
     runs = 1 if written or op.inlining is Inlining.NEVER else max(len(stretches), 1)  # what no reader inlines is stored
-    moved = (1 if extra < own else runs) * extra * (1 - graph.write_share) + written * graph.write_share
-    return runs * arithmetic + moved * graph.saving_seconds_per_byte + (graph.launch_seconds if written else 0.0)
+    moved = (1 if extra < own else runs) * extra * (1 - graph.machine.write_share) + written * graph.machine.write_share
+    return (
+        runs * arithmetic + moved * graph.machine.saving_seconds_per_byte + (graph.machine.launch_seconds if written else 0.0)
+    )
 
 
 def reaches_the_backward(graph: Graph, index: int) -> bool:
@@ -87,11 +89,11 @@ def saving_seconds(graph: Graph, value: int) -> float:
     by_its_own_kernel = any(r < graph.num_forward and graph.ops[r].kind is Kind.EXTERN for r in readers)
     exists = graph.ops[maker].kind is not Kind.POINTWISE or by_its_own_kernel or value in graph.forward_outputs
     for_repeats = graph.ops[maker].kind is Kind.POINTWISE and all(r < graph.num_forward for r in readers)
-    if not graph.fuses:
+    if not graph.machine.fuses:
         return 0.0
     is_read = for_repeats or bool(fused_backward_readers(graph, value))
-    moves = (not exists) * graph.write_share + is_read * (1 - graph.write_share)
-    return graph.values[value].bytes * moves * graph.saving_seconds_per_byte
+    moves = (not exists) * graph.machine.write_share + is_read * (1 - graph.machine.write_share)
+    return graph.values[value].bytes * moves * graph.machine.saving_seconds_per_byte
 
 
 def subsets(items: Sequence[int]) -> Iterator[frozenset[int]]:

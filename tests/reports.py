@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from strategies import chain
+from strategies import chain, changed
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.planner import Planner
@@ -23,7 +23,7 @@ def network() -> Graph:
         dataclasses.replace(v, module=f"layers.{i}", source=f"/home/user/project/net/model.py:{i}")
         for i, v in enumerate(graph.values)
     )
-    return dataclasses.replace(graph, values=values, saving_seconds_per_byte=1e-12)
+    return changed(dataclasses.replace(graph, values=values), saving_seconds_per_byte=1e-12)
 
 
 def report_for(budget: int | None, **fields: object) -> Report:

@@ -43,7 +43,19 @@ class GraphBuilder:
         return first if sizes else -1
 
     def graph(self, **fields: Any) -> Graph:
-        return Graph(tuple(self.ops), tuple(self.values), **fields)
+        """The graph with these fields of its own, of its machine and of its calls."""
+        own = {name: fields.pop(name) for name in ENDS if name in fields}
+        return changed(Graph(tuple(self.ops), tuple(self.values), **own), **fields)
+
+
+ENDS = ("forward_outputs", "backward_outputs", "must_run")
+
+
+def changed(graph: Graph, **fields: Any) -> Graph:
+    """`graph` with other fields of its machine and its calls."""
+    of_calls = {name: fields.pop(name) for name in ("in_flight", "resident_bytes") if name in fields}
+    machine, calls = dataclasses.replace(graph.machine, **fields), dataclasses.replace(graph.calls, **of_calls)
+    return dataclasses.replace(graph, machine=machine, calls=calls)
 
 
 def chain(length: int, size: int = 1, seconds: float = 1.0, **fields: Any) -> Graph:

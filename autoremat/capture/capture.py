@@ -40,6 +40,7 @@ from autoremat.planner.cost import (
     seconds_of_arithmetic,
 )
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.machine import Machine
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
 from autoremat.torch_private import compilers, joint_graphs
 from autoremat.workspaces.measurement import one_graph
@@ -282,14 +283,11 @@ def capture(
         forward_outputs=computed(forward_outputs),
         backward_outputs=computed(backward_outputs),
         must_run=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
-        fuses=fuses,
-        saving_seconds_per_byte=saving_seconds_per_byte(rates),
-        write_share=rates.write_share,
-        overlaps_wholly=rates.overlaps_wholly,
-        launch_seconds=rates.launch_seconds,
-        fusion_groups_hold_buffers=fuses and runs_on == "cpu",
-        most_reads=compilers.most_reads_inlined(),
-    )
+        machine=Machine(
+            fuses, saving_seconds_per_byte(rates), rates.write_share, rates.overlaps_wholly, rates.launch_seconds,
+            fusion_groups_hold_buffers=fuses and runs_on == "cpu", most_reads=compilers.most_reads_inlined(),
+        ),
+    )  # fmt: skip
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
     return Capture(joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, rates, runs_on, unknown)
 

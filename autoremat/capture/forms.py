@@ -107,9 +107,9 @@ def _forms_of(value: Value, node: fx.Node, graph: Graph, unit: int, link: HostLi
     tensor = node.meta["val"]
     if tensor.dtype is torch.bool and isinstance(tensor.numel(), int):
         packed = -(-value.bytes // 8)
-        seconds = graph.traffic_seconds(value.bytes, packed), graph.traffic_seconds(packed, value.bytes)
+        seconds = graph.machine.traffic_seconds(value.bytes, packed), graph.machine.traffic_seconds(packed, value.bytes)
         # Uncompiled, each of the ops that convert has a result of its own.
-        temporary = (0, 0) if graph.fuses else (2 * value.bytes + unit, value.bytes + unit)
+        temporary = (0, 0) if graph.machine.fuses else (2 * value.bytes + unit, value.bytes + unit)
         store, load = map(Transfer, (Engine.COMPUTE, Engine.COMPUTE), seconds, temporary)
         yield Form(BITS, store, load, device_bytes=-(-packed // unit) * unit)
 
@@ -130,7 +130,10 @@ def _shards(node: fx.Node, captured: Capture, groups: Iterable[str], links: Link
     whole = tensor_bytes(tensor)
     shard, graph = whole // len(ranks), captured.graph
     link = links.of(group, len(ranks), captured.device.name)
-    seconds = max(link.seconds(sent_bytes(Pattern.GATHER, whole, len(ranks))), graph.traffic_seconds(shard, whole))
+    seconds = max(link.seconds(sent_bytes(Pattern.GATHER, whole, len(ranks))), graph.machine.traffic_seconds(shard, whole))
     workspace = gather_workspace_bytes(group, whole, captured.runs_on)
-    store, load = Transfer(Engine.COMPUTE, graph.traffic_seconds(shard, shard)), Transfer(Engine.COMPUTE, seconds, workspace)
+    store, load = (
+        Transfer(Engine.COMPUTE, graph.machine.traffic_seconds(shard, shard)),
+        Transfer(Engine.COMPUTE, seconds, workspace),
+    )
     yield Form(SHARDS, store, load, device_bytes=-(-shard // unit) * unit, ranks=tuple(ranks))

@@ -66,18 +66,17 @@ def _with_communication(captured: Capture, links: Links) -> tuple[Capture, dict[
 def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]]:
     """Returns ``captured`` with calibrated seconds, and the cost source of each op."""
     graph = captured.graph
-    works = [work_of(node, op, graph.fuses) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
+    works = [work_of(node, op, graph.machine.fuses) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
     ops, per_byte = [], rates.saving_seconds_per_byte / 2
     for node, op, work in zip(captured.op_nodes, graph.ops, works, strict=True):
-        if graph.fuses and stays_in_kernel(node):
+        if graph.machine.fuses and stays_in_kernel(node):
             traffic = per_byte * sum(task.amount for task in work.tasks if task.rate is Rate.STREAM)
             seconds = traffic + rates.seconds(arithmetic_of(node))
             ops.append(replace(op, seconds=seconds, memory_bound_seconds=traffic))
         else:
             ops.append(replace(op, seconds=rates.seconds(work), memory_bound_seconds=0.0))
-    graph = replace(
-        graph, ops=tuple(ops), saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=rates.launch_seconds
-    )
+    machine = replace(graph.machine, saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=rates.launch_seconds)
+    graph = replace(graph, ops=tuple(ops), machine=machine)
     sources = [CostSource.CALIBRATED if work.known else CostSource.ASSUMED for work in works]
     return replace(captured, graph=graph), sources
 

@@ -96,7 +96,7 @@ def refused_setting(captured: Capture) -> str:
     """Returns the present setting of Inductor under which code of the graph cannot carry out stays; empty if it can."""
     if retraces_backwards():
         return "compiled autograd (torch._dynamo.config.compiled_autograd)"
-    if not captured.graph.fuses:
+    if not captured.graph.machine.fuses:
         return ""
     if captured.runs_on == "cuda" and compilers.records_cuda_graphs():
         return 'CUDA graphs (mode="reduce-overhead", triton.cudagraphs)'

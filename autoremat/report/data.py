@@ -94,11 +94,11 @@ class ReportData(CodeFacts, BudgetFacts, PlanningFacts):
         graph = self.plan.graph
         return sum(graph.values[v].bytes for v in graph.backward_outputs)
 
-    in_flight = Figure[int](lambda report: report.plan.graph.in_flight)
+    in_flight = Figure[int](lambda report: report.plan.graph.calls.in_flight)
     """Number of calls of the graph that are open at once. All peaks count the others' saved tensors and outputs."""
     held_bytes = Figure[int](lambda report: report.plan.timeline.held_bytes)
     """Bytes that an open call holds between its forward and its backward: saved tensors and outputs."""
-    resident_bytes = Figure[int](lambda report: report.plan.graph.resident_bytes)
+    resident_bytes = Figure[int](lambda report: report.plan.graph.calls.resident_bytes)
     """Part of all peaks beside the open calls: gradients of earlier micro-batches, outputs of finished calls."""
     host_memory_bytes = Figure[int | None](lambda report: report.plan.host_budget_bytes)
     """The bound on the bytes of saved tensors on the host; None if none may be there."""

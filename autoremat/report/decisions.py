@@ -209,7 +209,7 @@ class _Explainer:
             return Decision.SAVED
         if index in self.again and (value in self.read_by_backward or value in self.feeds):
             return Decision.RECOMPUTED if index in self.in_forward else Decision.POSTPONED
-        if self.graph.fuses and value not in self.materialised and self.graph.readers[value]:
+        if self.graph.machine.fuses and value not in self.materialised and self.graph.readers[value]:
             return Decision.FUSED
         return Decision.FORWARD_ONLY
 
@@ -259,7 +259,7 @@ class _Explainer:
             return Reason.CHEAP, against(seconds, saving)
         if self.budget is not None:
             start, end = self.forward_end.get(value, self.num_forward - 1) + 1, self.again[index]
-            stretch, in_others = self.plan.timeline.bytes_at[start:end], (self.graph.in_flight - 1) * size
+            stretch, in_others = self.plan.timeline.bytes_at[start:end], (self.graph.calls.in_flight - 1) * size
             if len(stretch) and int(stretch.max()) + size + in_others > self.budget:
                 return Reason.BUDGET, self.moment(start + int(stretch.argmax()), size + in_others)
             if in_others and self.plan.peak_bytes + in_others > self.budget:

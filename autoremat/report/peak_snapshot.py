@@ -136,10 +136,13 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
         found += [LiveTensor(v.name, v.bytes, TensorCategory.TANGENT, v.module, v.source) for v in tangents]
     op = graph.ops[plan.schedule.sequence[position]]
     found.append(LiveTensor(op.name, op.workspace_bytes, TensorCategory.WORKSPACE, op.module, op.source))
-    others, name = plan.timeline.other_calls_bytes, f"saved tensors and outputs of {graph.in_flight - 1} other calls in flight"
+    others, name = (
+        plan.timeline.other_calls_bytes,
+        f"saved tensors and outputs of {graph.calls.in_flight - 1} other calls in flight",
+    )
     found.append(LiveTensor(name, others, TensorCategory.OTHER_CALLS, "", ""))
     kept = "gradients and outputs of earlier micro-batches"
-    found.append(LiveTensor(kept, graph.resident_bytes, TensorCategory.RESIDENT, "", ""))
+    found.append(LiveTensor(kept, graph.calls.resident_bytes, TensorCategory.RESIDENT, "", ""))
     return sorted((tensor for tensor in found if tensor.bytes), key=lambda tensor: (-tensor.bytes, tensor.name))
 
 
@@ -191,7 +194,7 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     rows[TANGENTS] = tangents
     rows[WORKSPACE] = arrays_of(graph).workspace_bytes[np.array(plan.schedule.sequence, dtype=np.int64)]
     rows[TensorCategory.OTHER_CALLS.value] = np.full(length, plan.timeline.other_calls_bytes, dtype=np.int64)
-    rows[TensorCategory.RESIDENT.value] = np.full(length, graph.resident_bytes, dtype=np.int64)
+    rows[TensorCategory.RESIDENT.value] = np.full(length, graph.calls.resident_bytes, dtype=np.int64)
     return {group: row for group, row in rows.items() if row.any() or group == TANGENTS}
 
 
@@ -202,7 +205,7 @@ def _host_bytes_at(plan: Plan) -> NDArray[np.int64]:
         held = graph.values[stay.value].form(stay.form).host_bytes
         change[stay.store] += held
         change[stay.need] -= held
-        change[0] += (graph.in_flight - 1) * held
+        change[0] += (graph.calls.in_flight - 1) * held
     return np.cumsum(change)[:-1]
 
 

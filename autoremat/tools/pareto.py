@@ -14,6 +14,7 @@ from autoremat.basics.progress import status_if_slow
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
+from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.pareto_front import TORCH, Pareto, Point, our_points, point_of, policy_points
 from autoremat.tools.explain import Preview, previews
 from autoremat.torch_private import compilers, fake_tensors
@@ -55,14 +56,18 @@ def pareto(
     parsed = replace(Options.parse(options, None, compilers.inductor_config_names), memory_budget=None)
 
     def look(preview: Preview) -> Pareto:
-        # Saves cost no time in the lower bounds and in torch's objective.
-        graph = replace(preview.priced.graph, saving_seconds_per_byte=0.0)
+        graph = _without_traffic(preview.priced.graph)
         ours = our_points(graph, points, parsed.time_limit, preview.context.request.limits.host_bytes)
         return Pareto([*ours, *policy_points(graph), *_points_of_torch(preview, torch_budgets)])
 
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = previews(model_or_fn, args, kwargs, parsed, device, look)
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
+
+
+def _without_traffic(graph: Graph) -> Graph:
+    """Returns ``graph`` whose saves cost no time, as in the lower bounds and in torch's objective."""
+    return replace(graph, machine=replace(graph.machine, saving_seconds_per_byte=0.0))
 
 
 def _points_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[Point]:
@@ -72,7 +77,7 @@ def _points_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[Poin
     ``OptionWarning``.
     """
     captured, joint = preview.priced.captured, preview.priced.joint
-    captured = replace(captured, graph=replace(captured.graph, saving_seconds_per_byte=0.0))
+    captured = replace(captured, graph=_without_traffic(captured.graph))
     for share in shares:
         halves = fake_tensors.partition_for(share, captured.joint, joint.inputs, joint.keywords)
         try:

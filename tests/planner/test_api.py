@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
 from oracles import least_added_seconds
-from strategies import dags, graphs, training_chain
+from strategies import changed, dags, graphs, training_chain
 
 import autoremat
 from autoremat.basics.errors import OptionsError
@@ -54,7 +54,7 @@ def few_moves():
 @given(st.one_of(dags(), graphs(max_ops=20)))
 def test_every_plan_keeps_what_it_says(solver, graph):
     if solver == "ilp":
-        graph = dataclasses.replace(graph, fuses=False)
+        graph = changed(graph, fuses=False)
     for budget in shares(graph, 3):
         found = plan(graph, budget, solver)
         found.check()

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import GraphBuilder, graphs
+from strategies import GraphBuilder, changed, graphs
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role, Trait
@@ -68,7 +68,7 @@ def test_a_binding_moment_is_named():
 def test_what_is_cheap_is_called_cheap():
     graph = three_ops(seconds=0.05, kind=Kind.POINTWISE)  # where nothing is fused, saving takes no time
     ops = tuple(op if op.kind is Kind.POINTWISE else dataclasses.replace(op, kind=Kind.REDUCTION) for op in graph.ops)
-    found = explained(dataclasses.replace(graph, ops=ops, fuses=True), {1, 3}, budget=1)
+    found = explained(changed(dataclasses.replace(graph, ops=ops), fuses=True), {1, 3}, budget=1)
     assert found["v2"] == (Decision.RECOMPUTED, Reason.CHEAP)
 
 
@@ -119,7 +119,7 @@ def test_what_fuses_is_never_materialised():
     gradient = build.op([third], 10, forward=False)
     graph = build.graph(backward_outputs=(gradient,), fuses=True, forward_outputs=(third,))
     assert explained(graph, {third})["v2"] == (Decision.FUSED, Reason.INSIDE_READERS)
-    assert explained(dataclasses.replace(graph, fuses=False), {third})["v2"] == (Decision.FORWARD_ONLY, Reason.NOT_READ)
+    assert explained(changed(graph, fuses=False), {third})["v2"] == (Decision.FORWARD_ONLY, Reason.NOT_READ)
 
 
 @settings(max_examples=40)

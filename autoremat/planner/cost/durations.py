@@ -5,7 +5,7 @@ into it as well, and these executions take no seconds of their own.
 
     seconds of a kernel  =  launch  +  min(seconds of its ops alone, arithmetic and traffic together)
 
-Arithmetic and traffic overlap (:func:`overlapped`). On a card the longer one counts, on a CPU the root of the sum of squares.
+Arithmetic and traffic overlap: on a card the longer one counts, on a CPU the root of the sum of squares.
 
 The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A pass reads a
 tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in the
@@ -36,7 +36,7 @@ ROUNDING = 1e-9
 
 def durations(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
     """Returns the seconds of each execution of ``schedule``. They do not depend on its stays."""
-    return graph.derived(_recent).of(schedule) if graph.fuses else _alone(graph, schedule)
+    return graph.derived(_recent).of(schedule) if graph.machine.fuses else _alone(graph, schedule)
 
 
 def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
@@ -93,13 +93,13 @@ class _Kernels:
             elif not self.inlined[position]:
                 if self.passes[position] not in seen:
                     seen[self.passes[position]] = {}, {}
-                    found[position] = graph.launch_seconds
+                    found[position] = graph.machine.launch_seconds
                 kernel, read = self._kernel(position, *seen[self.passes[position]], given)
                 longest = busy = 0.0
                 for execution, share in kernel.items():
                     busy += share * arithmetic[self.sequence[execution]]
                     longest += share * unfused[execution]
-                found[position] += min(longest, overlapped(graph, busy, read, self.written[position]))
+                found[position] += min(longest, graph.machine.fused_seconds(busy, read, self.written[position]))
         return np.array(found, dtype=np.float64)
 
     def _passes(self, group: list[int], made_by: list[int]) -> list[int]:
@@ -161,12 +161,6 @@ class _Kernels:
         return kernel, read_bytes
 
 
-def overlapped(graph: Graph, arithmetic: float, read_bytes: float, written_bytes: float) -> float:
-    """Returns the seconds of a fused kernel from those of its arithmetic and the bytes that it reads and writes."""
-    traffic = graph.traffic_seconds(read_bytes, written_bytes)
-    return max(arithmetic, traffic) if graph.overlaps_wholly else math.hypot(arithmetic, traffic)
-
-
 def arithmetic_seconds(graph: Graph) -> list[float]:
     """Returns, for each op, the seconds beside memory traffic, computed once per graph.
 
@@ -176,7 +170,7 @@ def arithmetic_seconds(graph: Graph) -> list[float]:
 
 
 def _arithmetic(graph: Graph) -> list[float]:
-    per_byte = graph.saving_seconds_per_byte / 2 * (1 + ROUNDING)
+    per_byte = graph.machine.saving_seconds_per_byte / 2 * (1 + ROUNDING)
     return [
         op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0
         for op in graph.ops

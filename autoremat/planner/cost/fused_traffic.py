@@ -42,7 +42,7 @@ class FusedTraffic:
     def saving_seconds(self) -> NDArray[np.float64]:
         """For each value, the seconds that saving it adds."""
         graph, values = self.graph, range(len(self.graph.values))
-        times = [graph.traffic_seconds(self._read(value), self._written(value)) for value in values]
+        times = [graph.machine.traffic_seconds(self._read(value), self._written(value)) for value in values]
         seconds: NDArray[np.float64] = arrays_of(graph).value_bytes * np.array(times, dtype=float)
         return seconds
 
@@ -55,7 +55,7 @@ class FusedTraffic:
     def _written(self, value: int) -> bool:
         """Returns True if the forward writes the value only in case it is saved."""
         graph, maker = self.graph, self.graph.values[value].producer
-        if maker is None or not graph.fuses:
+        if maker is None or not graph.machine.fuses:
             return False
         early = {self.kinds[op] for op in graph.readers[value] if op < graph.num_forward}
         return self.kinds[maker] == POINTWISE and EXTERN not in early and value not in graph.forward_outputs
@@ -67,7 +67,7 @@ class FusedTraffic:
         ops. That read counts here for pointwise results; for any other result :meth:`_again` charges it.
         """
         graph, maker = self.graph, self.graph.values[value].producer
-        if maker is None or not graph.fuses:
+        if maker is None or not graph.machine.fuses:
             return False
         late = {self.kinds[op] for op in graph.readers[value] if op >= graph.num_forward}
         return bool(late - {EXTERN}) or (not late and self.kinds[maker] == POINTWISE)
@@ -84,8 +84,8 @@ class FusedTraffic:
         )
         groups = 1 if stored or op.inlining is Inlining.NEVER else max(self._runs_in_need[index].bit_count(), 1)
         reads = 1 if read < self._made_bytes(index) else groups
-        launch = graph.launch_seconds if stored else 0.0
-        return launch + groups * arithmetic + graph.traffic_seconds(reads * read, stored)
+        launch = graph.machine.launch_seconds if stored else 0.0
+        return launch + groups * arithmetic + graph.machine.traffic_seconds(reads * read, stored)
 
     def _only_read_by_repeats(self, value: int) -> bool:
         """Returns True if no fused kernel of the backward reads the value anyway, and an extern kernel or reduction computes

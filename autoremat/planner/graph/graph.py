@@ -5,6 +5,7 @@ Indices are positions in ``Graph.ops`` and ``Graph.values``. This module does no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import networkx
 
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.graph.dag_lists import check_costs, inputs_of, lists_of_networkx
+from autoremat.planner.graph.machine import Calls, Machine
 from autoremat.planner.graph.op import Op, Role, Trait, Value
 
 T = TypeVar("T")
@@ -33,28 +34,10 @@ class Graph:
     forward_outputs: tuple[int, ...] = ()
     backward_outputs: tuple[int, ...] = ()
     must_run: tuple[int, ...] = ()
-    fuses: bool = False
-    """True if the code generator fuses pointwise chains (Inductor). False if it materialises every result (eager)."""
-    saving_seconds_per_byte: float = 0.0
-    """Seconds to write one byte in the forward and to read it in the backward."""
-    write_share: float = 0.5
-    """Share of ``saving_seconds_per_byte`` that the write takes. A CPU reads a line of memory before it writes the line."""
-    overlaps_wholly: bool = True
-    """True if the shorter of a fused kernel's arithmetic and traffic adds nothing to the longer one, as on cards."""
-    launch_seconds: float = 0.0
-    """Seconds of a fused kernel that does nothing. Those of extern kernels are part of their op's."""
-    fusion_groups_hold_buffers: bool = False
-    """True if the code generator emits one function per fusion group (on CPUs).
-
-    The function's results are allocated before it begins, and its inputs are freed after it ends.
-    """
-    most_reads: int = 4
-    """Largest number of buffers that an expression may read if it is inlined into several readers."""
-    in_flight: int = 1
-    """Number of calls of the graph that are open at once, the running one included. A pipeline opens several."""
-    resident_bytes: int = 0
-    """Bytes that are live beside all calls, whatever is planned: gradients of earlier micro-batches, and outputs of finished
-    calls."""
+    machine: Machine = Machine()
+    """What the device and the code generator need. All costs but the seconds of ops follow from it."""
+    calls: Calls = Calls()
+    """The calls that are open at once. Several need a backward."""
 
     def __post_init__(self) -> None:
         self.verify()
@@ -85,10 +68,10 @@ class Graph:
         count = len(seconds)
         border = count if num_forward is None else num_forward
         again = [True] * count if rematerializable is None else list(rematerializable)
-        check_costs(seconds, sizes, again)
+        _check_costs(seconds, sizes, again)
         if not 0 <= border <= count:
             raise ValueError(f"num_forward={num_forward} is not between 0 and the number of ops, {count}")
-        inputs = inputs_of(edges, count)
+        inputs = _inputs_of(edges, count)
         held = tuple(dict.fromkeys(outputs))
         if beyond := [v for v in held if not 0 <= v < count]:
             raise ValueError(f"the output {beyond[0]} is no value: there are {count}")
@@ -109,17 +92,13 @@ class Graph:
         sequence; the arguments are those of :meth:`from_dag`. Raises ``ValueError`` for a cycle, and for a node without seconds
         or bytes.
         """
-        return cls.from_dag(*lists_of_networkx(directed), **arguments)
+        return cls.from_dag(*_lists_of_networkx(directed), **arguments)
 
     def verify(self) -> None:
         """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops, and for numbers of
         bytes, seconds and calls that a graph cannot have."""
-        calls = (self.in_flight, self.resident_bytes)
-        if self.in_flight < 1 or self.resident_bytes < 0 or (self.single_phase and calls != (1, 0)):
-            raise ValueError(
-                f"in_flight={self.in_flight} and resident_bytes={self.resident_bytes}: expected at least 1 and at least 0, and "
-                "exactly these in a graph without a backward"
-            )
+        if self.single_phase and self.calls != Calls():
+            raise ValueError(f"{self.calls} is impossible in a graph without a backward, which has a single call")
         forward_flags = [op.forward for op in self.ops]
         if sorted(forward_flags, reverse=True) != forward_flags:
             raise ValueError("forward ops must all stand before the backward ops")
@@ -163,21 +142,7 @@ class Graph:
         """True if the live bytes are those of the values of one call, each materialised and without forms. Exact models count
         no other graph."""
         with_forms = any(value.forms for value in self.values)
-        return not self.fuses and self.in_flight == 1 and not self.resident_bytes and not with_forms
-
-    @property
-    def write_seconds_per_byte(self) -> float:
-        """Seconds in which a kernel writes one byte."""
-        return self.saving_seconds_per_byte * self.write_share
-
-    @property
-    def read_seconds_per_byte(self) -> float:
-        """Seconds in which a kernel reads one byte."""
-        return self.saving_seconds_per_byte * (1.0 - self.write_share)
-
-    def traffic_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Returns the seconds in which a kernel reads and writes so many bytes."""
-        return read_bytes * self.read_seconds_per_byte + written_bytes * self.write_seconds_per_byte
+        return not self.machine.fuses and self.calls == Calls() and not with_forms
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -319,3 +284,49 @@ class Graph:
                 f"{index:>4} {phase} {made or '()'} = {op.target}({read}) {format_seconds(op.seconds)} {op.kind.value}{traits}"
             )
         return "\n".join(lines)
+
+
+def _lists_of_networkx(directed: networkx.DiGraph[Any]) -> tuple[list[float], list[int], list[tuple[int, int]]]:
+    """Returns the seconds and the bytes of the nodes in the sequence of their execution, and the edges.
+
+    Raises ``ValueError`` for a cycle, and for a node without seconds or bytes.
+    """
+    import networkx
+
+    place = {node: number for number, node in enumerate(directed)}
+    try:
+        nodes = list(networkx.lexicographical_topological_sort(directed, key=place.__getitem__))
+    except networkx.NetworkXUnfeasible as error:
+        raise ValueError("the graph has a circle, so its nodes cannot be run in order") from error
+    if lacking := [node for node in nodes if not {"seconds", "bytes"} <= directed.nodes[node].keys()]:
+        raise ValueError(f"the node {lacking[0]!r} has no seconds or no bytes")
+    number = {node: index for index, node in enumerate(nodes)}
+    return (
+        [directed.nodes[node]["seconds"] for node in nodes],
+        [directed.nodes[node]["bytes"] for node in nodes],
+        [(number[producer], number[reader]) for producer, reader in directed.edges],
+    )
+
+
+def _check_costs(seconds: Sequence[float], sizes: Sequence[int], rematerializable: Sequence[bool]) -> None:
+    """Raises ``ValueError`` unless each op has finite seconds >= 0, a whole number of bytes >= 0 and a flag."""
+    for name, given in (("sizes", sizes), ("rematerializable", rematerializable)):
+        if len(given) != len(seconds):
+            raise ValueError(f"{name} has {len(given)} entries, seconds has {len(seconds)}")
+    for index, (duration, size) in enumerate(zip(seconds, sizes, strict=True)):
+        if not (math.isfinite(duration) and duration >= 0):
+            raise ValueError(f"seconds[{index}] is {duration}: expected a finite number >= 0")
+        if not (math.isfinite(size) and size >= 0 and int(size) == size):
+            raise ValueError(f"sizes[{index}] is {size}: expected a whole number of bytes >= 0")
+
+
+def _inputs_of(edges: Iterable[tuple[int, int]], count: int) -> list[tuple[int, ...]]:
+    """Returns, for each of ``count`` ops, the values that it reads, sorted. Raises ``ValueError`` for an impossible edge."""
+    inputs: list[set[int]] = [set() for _ in range(count)]
+    for producer, reader in edges:
+        if not (0 <= producer < count and 0 <= reader < count):
+            raise ValueError(f"the edge ({producer}, {reader}) names an op that does not exist: there are {count}")
+        if producer >= reader:
+            raise ValueError(f"the edge ({producer}, {reader}) does not lead to a later op")
+        inputs[reader].add(int(producer))
+    return [tuple(sorted(read)) for read in inputs]

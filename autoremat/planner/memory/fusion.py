@@ -1,15 +1,15 @@
-"""Models fusion in Inductor: the values that are materialised, and their live ranges (if ``graph.fuses``).
+"""Models fusion in Inductor: the values that are materialised, and their live ranges (if ``Machine.fuses``).
 
 A pointwise result is *fusible* if the caller does not hold it, it does not cross into the backward, and no extern kernel reads
 it. The first row that applies to a fusible result decides. Rows 1 and 2 do not apply to random draws.
 
 | Row | Condition                                                               | Consequence                     |
 | 1   | It has one reader.                                                      | It is inlined into that reader. |
-| 2   | Its expression reads at most ``graph.most_reads`` buffers and is cheap. | It is inlined into all readers. |
+| 2   | Its expression reads at most ``Machine.most_reads`` buffers and is cheap. | It is inlined into all readers. |
 | 3   | All readers are in its fusion group, and none is a reduction.           | One loop computes and reads it. |
 | 4   | None of the above.                                                      | It is materialised.             |
 
-Rows 1 to 3 allocate nothing, and the inputs of the result stay live until its readers have run. ``graph.most_reads`` is
+Rows 1 to 3 allocate nothing, and the inputs of the result stay live until its readers have run. ``Machine.most_reads`` is
 Inductor's ``realize_reads_threshold``. On CPUs, an expression with an exponential or the like is not cheap (``Op.inlining``). A
 reduction blocks row 3, because it takes a pass of its own. Every other result is materialised.
 
@@ -19,7 +19,7 @@ An op's only output *reuses* the buffer of the first input that meets these cond
 - This read is the input's last, nobody holds the input, and no transfer reads or writes it.
 - No reduction in the same fusion group reads the output.
 
-With ``graph.fusion_groups_hold_buffers``, a fusion group is one call. Its results are allocated before it begins, and its
+With ``Machine.fusion_groups_hold_buffers``, a fusion group is one call. Its results are allocated before it begins, and its
 inputs are freed after it ends.
 """
 
@@ -70,7 +70,7 @@ def live_ranges_with_fusion(found: Fused) -> LiveRanges:
     last = buffers.last.copy()
     last[overwritten] -= 1
     starts, ends = buffers.start.copy(), buffers.ends(last)
-    if buffers.graph.fusion_groups_hold_buffers:
+    if buffers.graph.machine.fusion_groups_hold_buffers:
         _extend(starts, ends, group, overwritten, overwriting)
     exist = ~absent
     return LiveRanges(buffers.value[exist], buffers.computed_at[exist], starts[exist], ends[exist], buffers.bytes[exist])
@@ -131,7 +131,7 @@ class _Executions:
     def __init__(self, buffers: Buffers) -> None:
         arrays = arrays_of(buffers.graph)
         self.ops, self.given, self.once = buffers.graph.ops, arrays.given, arrays.inlined_once
-        self.most_reads = buffers.graph.most_reads
+        self.most_reads = buffers.graph.machine.most_reads
         self.sequence, self.start = buffers.sequence.tolist(), buffers.start.tolist()
         self._source: list[int] = buffers.source.tolist()
         self._begins = np.searchsorted(buffers.reader, np.arange(len(self.sequence) + 1)).tolist()

@@ -10,9 +10,9 @@ A stay (``Schedule.stays``) divides the live range of its value in two: see :mod
 follow from its positions alone, and never from the rate of a link.
 
 If ``k`` calls of the graph are open at once, each of the other ``k - 1`` holds its saved tensors and outputs. These bytes are
-live beside every execution, in addition to ``graph.resident_bytes``.
+live beside every execution, in addition to ``Calls.resident_bytes``.
 
-If the code generator fuses (``graph.fuses``), some values are never materialised: see :mod:`autoremat.planner.memory.fusion`.
+If the code generator fuses (``Machine.fuses``), some values are never materialised: see :mod:`autoremat.planner.memory.fusion`.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class Timeline:
     @cached_property
     def host_bytes(self) -> int:
         """The most bytes of forms on the host at any time: all open calls store their values there between their halves."""
-        return self.graph.in_flight * sum(form.host_bytes for form in self.schedule.forms(self.graph).values())
+        return self.graph.calls.in_flight * sum(form.host_bytes for form in self.schedule.forms(self.graph).values())
 
     @property
     def other_calls_bytes(self) -> int:
         """The bytes of the other open calls."""
-        others = self.graph.in_flight - 1
+        others = self.graph.calls.in_flight - 1
         return others * self.held_bytes if others else 0
 
     @property
     def beside_bytes(self) -> int:
         """The part of ``bytes_at`` that does not belong to the running call."""
-        return self.other_calls_bytes + self.graph.resident_bytes
+        return self.other_calls_bytes + self.graph.calls.resident_bytes
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -80,14 +80,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises ``PlanInvalid`` if an execution reads a value that was not computed before, and for a stay that breaks a rule.
     """
-    if graph.fuses and not schedule.stays:
+    if graph.machine.fuses and not schedule.stays:
         found = fusion_in(graph, schedule)
         buffers, live_ranges = found.buffers, live_ranges_with_fusion(found)
     else:
         buffers = Buffers(graph, schedule)
         if schedule.stays:
             divide(buffers, schedule)
-        live_ranges = live_ranges_with_fusion(Fused.of(buffers)) if graph.fuses else _unfused(buffers)
+        live_ranges = live_ranges_with_fusion(Fused.of(buffers)) if graph.machine.fuses else _unfused(buffers)
     length = len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, live_ranges.starts, live_ranges.bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.machine import Calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +29,4 @@ class OpenCalls:
 
     def of(self, graph: Graph, accumulated_bytes: int) -> Graph:
         """Returns ``graph`` with these open calls."""
-        return replace(graph, in_flight=self.number, resident_bytes=self.resident_bytes(graph, accumulated_bytes))
+        return replace(graph, calls=Calls(self.number, self.resident_bytes(graph, accumulated_bytes)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.machine import Calls, Machine
 from autoremat.planner.graph.op import Op, Value
 from autoremat.planner.graph.schedule import Schedule
 
@@ -25,12 +26,16 @@ CODEC = Codec()
 SCHEDULE = tuple(f.name for f in dataclasses.fields(Schedule))
 """The fields of a schedule, which stand beside the graph."""
 
+MACHINE, CALLS = (tuple(f.name for f in dataclasses.fields(kind)) for kind in (Machine, Calls))
+"""The fields of a graph's machine and of its calls, which stand among its own."""
+
 
 def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns ``graph`` and ``schedule`` as JSON data; :func:`decode` reads them back."""
-    scalars = (f.name for f in dataclasses.fields(Graph) if f.name not in ("ops", "values"))
     tables = {"ops": _table(Op, graph.ops), "values": _table(Value, graph.values)}
-    return changed(schedule, SCHEDULE) | {"graph": changed(graph, scalars) | tables}
+    scalars = changed(graph, ("forward_outputs", "backward_outputs", "must_run"))
+    scalars |= changed(graph.machine, MACHINE) | changed(graph.calls, CALLS)
+    return changed(schedule, SCHEDULE) | {"graph": scalars | tables}
 
 
 def changed(item: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -58,8 +63,10 @@ def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:
 def _graph(record: dict[str, Any]) -> Graph:
     """Returns the graph of a record. Raises ``ValueError`` for a number of an op or value that does not exist."""
     ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
-    readers = CODEC.readers(Graph, record.keys() - {"ops", "values"})
+    readers = CODEC.readers(Graph, record.keys() - {"ops", "values", *MACHINE, *CALLS})
     given = {name: read(record[name]) for name, read in readers.items()}
+    for part, kind, names in (("machine", Machine, MACHINE), ("calls", Calls, CALLS)):
+        given[part] = CODEC.read(kind, {name: record[name] for name in names if name in record})
     for op in ops:
         _within((*op.inputs, *op.outputs), len(values), "value")
     _within([v.producer for v in values if v.producer is not None], len(ops), "op")

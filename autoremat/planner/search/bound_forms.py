@@ -23,7 +23,7 @@ from autoremat.planner.search.time_budget import TimeBudget
 
 def set_aside(graph: Graph, bound_values: frozenset[int], host_bytes: int | None) -> tuple[Graph, int | None]:
     """Returns ``graph`` for the search of plans to complete, and what is left of ``host_bytes`` for other values."""
-    held = sum(form.host_bytes for value in bound_values for form in graph.values[value].forms) * graph.in_flight
+    held = sum(form.host_bytes for value in bound_values for form in graph.values[value].forms) * graph.calls.in_flight
     values = list(graph.values)
     for number in bound_values:
         forms = tuple(replace(form, host_bytes=0) for form in values[number].forms)

@@ -20,7 +20,7 @@ class CertainFusion:
         self._inlined: dict[int, bool] = {}  # values that are neither here nor materialised are uncertain
         self.materialised: list[bool] = [value.producer is not None for value in graph.values]
         """For each value, True if it is materialised wherever it is computed."""
-        for index, op in enumerate(graph.ops if graph.fuses else ()):
+        for index, op in enumerate(graph.ops if graph.machine.fuses else ()):
             for value in op.outputs:
                 self.materialised[value] = op.kind is not Kind.POINTWISE or self._is_materialised(index, value)
 
@@ -68,6 +68,6 @@ class CertainFusion:
                     most.add((value, current if producer is not None and producer < graph.num_forward else -1))
                 else:
                     certain = False
-        if len(least) > graph.most_reads:
+        if len(least) > graph.machine.most_reads:
             return False
-        return True if certain and len(most) <= graph.most_reads else None
+        return True if certain and len(most) <= graph.machine.most_reads else None

@@ -168,7 +168,7 @@ class JointProgram:
         rows.add_entries({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
         if self.host_bytes is not None:
             held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
-            rows.add_entries(held, -np.inf, self.host_bytes / self.graph.in_flight / GIBIBYTE)
+            rows.add_entries(held, -np.inf, self.host_bytes / self.graph.calls.in_flight / GIBIBYTE)
         return rows
 
     @cached_property
@@ -236,7 +236,7 @@ class JointProgram:
         rows.add_entries(held, -np.inf, np.inf)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
-        if not (others := self.graph.in_flight - 1):
+        if not (others := self.graph.calls.in_flight - 1):
             return
         for value, column in self.kept.items():
             held[column] = held.get(column, 0.0) + others * self._bytes(value)
@@ -245,7 +245,7 @@ class JointProgram:
 
     def _is_materialised(self, value: int) -> bool:
         (producer,) = self.graph.producers((value,))
-        return not self.graph.fuses or self.graph.ops[producer].kind is Kind.EXTERN
+        return not self.graph.machine.fuses or self.graph.ops[producer].kind is Kind.EXTERN
 
     def _chosen(self, plan: Plan) -> Vector:
         """Returns, for each column, 1 if the plan has chosen it, and else 0."""

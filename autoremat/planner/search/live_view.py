@@ -79,12 +79,12 @@ class LiveView:
         schedule = Schedule(plan.schedule.forward, plan.schedule.backward)
         self.border = 0 if self.graph.single_phase else len(schedule.forward)
         """The first execution before which values can be computed again."""
-        fused = fusion_in(self.graph, schedule) if self.graph.fuses else None
+        fused = fusion_in(self.graph, schedule) if self.graph.machine.fuses else None
         buffers = Buffers(self.graph, schedule) if fused is None else fused.buffers
         absent = np.zeros(len(buffers.value), dtype=np.bool_) if fused is None else fused.absent
         self.bytes_at: Numbers = (plan.timeline.bytes_at if bytes_at is None else bytes_at).astype(np.int64)
         """Bytes at each execution, with those of the moves so far."""
-        self.others = self.graph.in_flight - 1
+        self.others = self.graph.calls.in_flight - 1
         self.num_ranges = len(buffers.value)
         """Number of ranges of the plan itself. Those of moves come behind them."""
         self.value: list[int] = buffers.value.tolist()

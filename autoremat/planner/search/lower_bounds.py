@@ -80,7 +80,7 @@ class Moments:
         self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
         self.fixed = fixed_bytes(graph)
-        self.others = graph.in_flight - 1
+        self.others = graph.calls.in_flight - 1
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
         self.chosen = self._choose()[: 1 if only_first else None]
         self.read_later: dict[int, frozenset[int]] = {}
@@ -113,7 +113,7 @@ class Moments:
     def _there(self, moment: int) -> frozenset[int]:
         """Returns the forward values that are live at the program point under every plan, because its op reads them."""
         op = self.graph.ops[moment]
-        if self.graph.fuses and op.kind is not Kind.EXTERN:
+        if self.graph.machine.fuses and op.kind is not Kind.EXTERN:
             return frozenset()
         return self.graph.backward_needs.intersection(op.inputs)
 
@@ -124,7 +124,7 @@ class Moments:
 
     @property
     def _beside_bytes(self) -> float:
-        return self.graph.resident_bytes + self.others * (self.output_bytes + self.least_saved)
+        return self.graph.calls.resident_bytes + self.others * (self.output_bytes + self.least_saved)
 
     def _room(self, moment: int, budget: int) -> float:
         """Returns the bytes of ``budget`` that are left at the program point for values that are free to choose."""
@@ -133,7 +133,7 @@ class Moments:
 
     def _room_for_saved(self, budget: int) -> float:
         """Returns an upper bound on the saved bytes of one call within ``budget`` bytes, without the outputs."""
-        at_border = budget - self.graph.resident_bytes - self.graph.tangent_bytes
+        at_border = budget - self.graph.calls.resident_bytes - self.graph.tangent_bytes
         rooms = [at_border / (self.others + 1) - self.output_bytes]
         rooms += [self.least_saved + (self._room(m, budget) - self._least_bytes(m)) / self.others for m in self.chosen]
         return min(rooms)
@@ -238,7 +238,7 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
             if not materialised[number]:
                 continue
             last = max(graph.readers[number], default=start)
-        if graph.fuses and value.producer is not None and graph.ops[value.producer].in_place:
+        if graph.machine.fuses and value.producer is not None and graph.ops[value.producer].in_place:
             start += 1  # while its op runs, the value may reuse the buffer that the op overwrites
         change[start] += value.bytes
         change[last + 1] -= value.bytes

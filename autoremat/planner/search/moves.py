@@ -74,7 +74,7 @@ class Drops:
         if following == len(uses) or uses[following] < view.border:
             return []
         place, before = uses[following], uses[following - 1] if following else view.start[number]
-        if before >= execution and not self.graph.fuses:
+        if before >= execution and not self.graph.machine.fuses:
             return []
         known = self._known.setdefault(number, {})
         if place not in known:

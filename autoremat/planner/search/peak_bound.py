@@ -120,7 +120,7 @@ class PeakBound:
     def bytes_at(self, index: int) -> int:
         """Returns the least bytes of one call that are live while op ``index`` of the backward runs."""
         read, made = self.read(index), self.made(index)
-        if self.graph.fuses and self.graph.ops[index].in_place:  # the result may take the buffer of something read over
+        if self.graph.machine.fuses and self.graph.ops[index].in_place:  # the result may take the buffer of something read over
             return max(self.least(index, index, read), self.least(index, index + 1, made))
         return self.least(index, index, read | made)
 
@@ -195,7 +195,7 @@ class PeakBound:
         producer, graph = self.producer[value], self.graph
         if producer >= graph.num_forward or value in self.outputs or self.runs_once[producer] or graph.values[value].forms:
             return False
-        return not graph.fuses or (graph.ops[producer].kind is Kind.EXTERN and not graph.ops[producer].in_place)
+        return not graph.machine.fuses or (graph.ops[producer].kind is Kind.EXTERN and not graph.ops[producer].in_place)
 
     def bytes_of_reading(self, value: int, index: int, known: int) -> int:
         """Returns the least peak of plans from the last computation of ``value`` to its read by op ``index`` of the backward.

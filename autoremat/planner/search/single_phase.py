@@ -43,7 +43,7 @@ def split_at(graph: Graph, place: int) -> Graph:
         forward_outputs=(),
         backward_outputs=tuple(dict.fromkeys((*graph.forward_outputs, *graph.backward_outputs))),
         must_run=tuple(range(place)),
-        saving_seconds_per_byte=0.0,  # a single-phase graph saves nothing for a backward
+        machine=replace(graph.machine, saving_seconds_per_byte=0.0),  # a single-phase graph saves nothing for a backward
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import Buffer, Fusion
 from oracles import recompute_seconds, saving_seconds
-from strategies import GraphBuilder, graphs, saved_sets
+from strategies import GraphBuilder, changed, graphs, saved_sets
 
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.fused_traffic import traffic_of
@@ -53,7 +53,7 @@ def test_each_fused_kernel_takes_a_launch():
     first = product(build, streamed(build, streamed(build, build.source(SIZE))))
     result = streamed(build, first)
     graph, schedule = saving_all(build, forward_outputs=(result,))
-    launched = replace(graph, launch_seconds=0.25)
+    launched = changed(graph, launch_seconds=0.25)
     added = durations(launched, schedule) - durations(graph, schedule)
     assert sum(added > 0) == 2
     assert added.sum() == pytest.approx(0.5)
@@ -75,7 +75,7 @@ def test_what_depends_on_a_result_that_ends_a_pass_reads_its_operand_again(ends_
     graph, schedule = saving_all(build, forward_outputs=(result,))
     again = 3 * MOVED if ends_pass else 0.0
     assert durations(graph, schedule) == pytest.approx([3.0, 0.0, 3 * MOVED, again + MOVED, 3.0])
-    launched = durations(replace(graph, launch_seconds=0.25), schedule)
+    launched = durations(changed(graph, launch_seconds=0.25), schedule)
     assert launched == pytest.approx([3.0, 0.0, 0.25 + 3 * MOVED, 0.25 * ends_pass + again + MOVED, 3.0])
 
 
@@ -125,14 +125,14 @@ def test_a_plan_predicts_the_seconds_of_its_executions(graph):
     plan = Planner(graph).find(None).plan
     assert plan is not None
     assert plan.predicted_seconds == pytest.approx(durations(graph, plan.schedule).sum())
-    if not graph.fuses:
+    if not graph.machine.fuses:
         assert plan.predicted_seconds == pytest.approx(sum(graph.ops[index].seconds for index in plan.sequence))
 
 
 @st.composite
 def fused_schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
     """Graphs that fuse, at a rate that gives traffic and seconds alone about the same size, with a schedule."""
-    graph = replace(draw(graphs(fuses=True)), saving_seconds_per_byte=draw(st.sampled_from([1e-6, 1e-4, 1e-2])))
+    graph = changed(draw(graphs(fuses=True)), saving_seconds_per_byte=draw(st.sampled_from([1e-6, 1e-4, 1e-2])))
     return graph, build_schedule(graph, draw(saved_sets(graph)))
 
 
@@ -208,7 +208,7 @@ class Passes:
 
 def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
     """The seconds of executions, by what each pass of a fusion group has computed and moved up to each of them."""
-    fusion, sequence, per_byte = Fusion(graph, schedule), schedule.sequence, graph.saving_seconds_per_byte
+    fusion, sequence, per_byte = Fusion(graph, schedule), schedule.sequence, graph.machine.saving_seconds_per_byte
     passes, absent = Passes(graph, schedule, fusion), fusion.absent()
     makes = [[b for b in fusion.buffers if b.computed_at == at] for at in range(len(sequence))]
 
@@ -229,12 +229,12 @@ def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
             new = {one: share - ran.get(one, 0.0) for one, share in largest(ran, passes.computed(at)).items()}
             moved = 0.0
             for one, size in largest(seen, passes.read(at, at)).items():
-                moved += (size - seen.get(one, 0.0)) * (1 - graph.write_share) * per_byte
+                moved += (size - seen.get(one, 0.0)) * (1 - graph.machine.write_share) * per_byte
             for b in makes[at]:
-                moved += graph.values[b.value].bytes * graph.write_share * per_byte * (b not in absent)
+                moved += graph.values[b.value].bytes * graph.machine.write_share * per_byte * (b not in absent)
             alone = sum(share * graph.ops[sequence[one]].seconds for one, share in new.items())
             busy = sum(share * beside_traffic(sequence[one]) for one, share in new.items())
-            both = max if graph.overlaps_wholly else math.hypot
+            both = max if graph.machine.overlaps_wholly else math.hypot
             found.append(min(alone, both(moved, busy)))
             done.append(at)
     return found

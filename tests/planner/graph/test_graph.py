@@ -92,7 +92,7 @@ def test_a_graph_of_one_phase():
     assert (graph.forward_outputs, graph.backward_outputs, graph.must_run) == ((3, 1), (), (0, 1, 2, 3))
     assert {op.kind for op in graph.ops} == {Kind.EXTERN}
     assert {value.role for value in graph.values} == {Role.COMPUTED}
-    assert not graph.fuses
+    assert not graph.machine.fuses
 
 
 def test_a_training_step():

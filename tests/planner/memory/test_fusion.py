@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import autoremat
 from autoremat.ops.op_traits import inlining_of, kind_of, works_in_place
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.machine import Machine
 from autoremat.planner.graph.op import Inlining, Kind
 
 aten = torch.ops.aten
@@ -71,8 +72,8 @@ def test_how_much_is_inlined_is_what_the_user_has_set():
         assert plan is not None
         return plan.graph
 
-    assert graph_with().most_reads == torch._inductor.config.realize_reads_threshold == Graph((), ()).most_reads
-    assert graph_with(realize_reads_threshold=8).most_reads == 8
+    assert graph_with().machine.most_reads == torch._inductor.config.realize_reads_threshold == Machine().most_reads
+    assert graph_with(realize_reads_threshold=8).machine.most_reads == 8
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import bytes_between_halves, is_valid, replay_bytes
-from strategies import FORMS, GraphBuilder, chain, forms_of, graphs, saved_sets, stays_of, with_forms
+from strategies import FORMS, GraphBuilder, chain, changed, forms_of, graphs, saved_sets, stays_of, with_forms
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError, PlanFileError, PlanInvalid
@@ -85,7 +85,7 @@ def test_the_bytes_between_the_halves_and_on_the_host():
 def schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
     """Random graphs, fused or not, with up to three calls in flight, and schedules with stays."""
     graph = with_forms(draw(graphs()))
-    graph = replace(graph, in_flight=draw(st.integers(1, 3)), resident_bytes=draw(st.sampled_from([0, 7])))
+    graph = changed(graph, in_flight=draw(st.integers(1, 3)), resident_bytes=draw(st.sampled_from([0, 7])))
     segments, _ = Chain.of(graph).segments(draw(st.integers(1, 4)))
     schedule = build_schedule(graph, draw(saved_sets(graph)), segments)
     return graph, replace(schedule, stays=draw(stays_of(graph, schedule)))
@@ -100,7 +100,7 @@ def test_simulator_and_check_count_stays_by_their_definition(case):
     assert plan.timeline.bytes_at.tolist() == replay_bytes(graph, schedule)
     assert plan.timeline.held_bytes == bytes_between_halves(graph, schedule)
     forms = [graph.values[stay.value].form(stay.form) for stay in schedule.stays]
-    assert plan.host_bytes == graph.in_flight * sum(form.host_bytes for form in forms)
+    assert plan.host_bytes == graph.calls.in_flight * sum(form.host_bytes for form in forms)
     plan.check()
     assert Plan.loads(plan.dumps()).dumps() == plan.dumps()
 
@@ -209,7 +209,7 @@ CALLS = st.integers(1, 5)
 
 
 def with_calls(graph: Graph, calls: int, resident: int = 0) -> Graph:
-    return dataclasses.replace(graph, in_flight=calls, resident_bytes=resident)
+    return changed(graph, in_flight=calls, resident_bytes=resident)
 
 
 def effective_peak(graph: Graph, plan: Plan) -> int:
@@ -217,7 +217,7 @@ def effective_peak(graph: Graph, plan: Plan) -> int:
     alone = Plan.of(with_calls(graph, 1), plan.schedule)
     outputs = sum(graph.values[v].bytes for v in {v for v in graph.forward_outputs if graph.values[v].producer is not None})
     held = point_of(alone).saved_bytes + outputs
-    return (graph.in_flight - 1) * held + alone.peak_bytes + graph.resident_bytes
+    return (graph.calls.in_flight - 1) * held + alone.peak_bytes + graph.calls.resident_bytes
 
 
 @settings(max_examples=60)
@@ -261,7 +261,7 @@ def test_the_bound_is_close_on_a_chain():
 
 def test_a_graph_of_one_phase_has_no_calls_in_flight():
     with pytest.raises(ValueError, match="in_flight=2"):
-        dataclasses.replace(Graph.from_dag([1.0], [1], []), in_flight=2)
+        changed(Graph.from_dag([1.0], [1], []), in_flight=2)
     with pytest.raises(ValueError, match="in_flight=0"):
         with_calls(chain(2), 0)
 
@@ -269,7 +269,7 @@ def test_a_graph_of_one_phase_has_no_calls_in_flight():
 @pytest.mark.parametrize("fields", [{"fuses": True}, {"in_flight": 2}, {"resident_bytes": 5}], ids=str)
 def test_exact_models_leave_graphs_that_are_not_plain(fields):
     plain = chain(10, size=100, forward_outputs=(10,))
-    graph = dataclasses.replace(plain, **fields)
+    graph = changed(plain, **fields)
     assert (plain.is_plain, graph.is_plain) == (True, False)
     (name, value), budget = *fields.items(), 1
     with pytest.raises(OptionsError, match=f"other calls are open .*{name}={value}.* Use 'auto'"):

@@ -9,7 +9,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import GraphBuilder, dags, graphs, saved_sets
+from strategies import GraphBuilder, changed, dags, graphs, saved_sets
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
@@ -90,7 +90,7 @@ def passes(plan: Plan) -> bool:
 def plans(draw: st.DrawFn) -> Plan:
     graph = draw(st.one_of(graphs(max_ops=14), dags(max_ops=10)))
     calls = 1 if graph.single_phase else draw(st.integers(1, 3))
-    graph = dataclasses.replace(graph, in_flight=calls)
+    graph = changed(graph, in_flight=calls)
     return Plan.of(graph, build_schedule(graph, draw(saved_sets(graph))))
 
 

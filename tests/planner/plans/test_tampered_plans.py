@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from strategies import GraphBuilder, with_forms
+from strategies import GraphBuilder, changed, with_forms
 
 from autoremat.basics.errors import PlanFileError, PlanInvalid
 from autoremat.planner.graph.forms import Engine, Transfer
@@ -65,7 +65,7 @@ STORED, PACKED = 3, 9
 
 def planned_with_stays(fuses: bool) -> Plan:
     """The plan with one value on the host and one packed as bits, in three open calls."""
-    graph, schedule = dataclasses.replace(with_forms(graph_of(fuses)), in_flight=3), planned(fuses).schedule
+    graph, schedule = changed(with_forms(graph_of(fuses)), in_flight=3), planned(fuses).schedule
     stays = (Stay(STORED, "host", 3, 5, 17, 19), Stay(PACKED, "bits", 9, 10, 14, 15))
     plan = Plan.of(graph, replace(schedule, stays=stays))
     return replace(plan, budget_bytes=plan.peak_bytes, host_budget_bytes=plan.host_bytes)
@@ -168,10 +168,10 @@ TIMELINE: dict[str, Tamper] = {
     "an execution without its bytes": with_timeline(lambda t: {"bytes_at": t.bytes_at[:-1]}),
     "a value of other bytes": with_graph(lambda g: changed_value(g, g.ops[6].outputs[0], bytes=65)),
     "an op of another workspace": with_graph(lambda g: changed_op(g, 6, workspace_bytes=9)),
-    "bytes beside the step": with_graph(lambda g: dataclasses.replace(g, resident_bytes=1)),
-    "another call in flight": with_graph(lambda g: dataclasses.replace(g, in_flight=2)),
-    "the other kind of code generator": with_graph(lambda g: dataclasses.replace(g, fuses=not g.fuses)),
-    "fusion groups that hold no buffers": with_graph(lambda g: dataclasses.replace(g, fusion_groups_hold_buffers=False)),
+    "bytes beside the step": with_graph(lambda g: changed(g, resident_bytes=1)),
+    "another call in flight": with_graph(lambda g: changed(g, in_flight=2)),
+    "the other kind of code generator": with_graph(lambda g: changed(g, fuses=not g.machine.fuses)),
+    "fusion groups that hold no buffers": with_graph(lambda g: changed(g, fusion_groups_hold_buffers=False)),
     "another schedule": with_timeline(lambda t: {"schedule": Schedule(t.schedule.forward, ())}),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
-from strategies import GraphBuilder, graphs, training_chain
+from strategies import GraphBuilder, changed, graphs, training_chain
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
@@ -33,7 +32,7 @@ def never(plan: Plan) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(graphs(max_ops=20), st.sampled_from([1, 3]), st.data())
 def test_the_deltas_of_drops_are_those_of_the_simulator_without_fusion(graph, in_flight, data):
-    graph = dataclasses.replace(graph, fuses=False, in_flight=in_flight)
+    graph = changed(graph, fuses=False, in_flight=in_flight)
     plan = Starts(graph).save_everything()
     view = LiveView(plan)
     drops = Drops(view)
@@ -72,7 +71,7 @@ def test_schedules_of_moves_are_valid(graph):
 @settings(max_examples=40, deadline=None)
 @given(graphs(max_ops=24), st.floats(0.0, 1.0), st.sampled_from([1, 3]))
 def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in_flight):
-    graph = dataclasses.replace(graph, in_flight=in_flight)
+    graph = changed(graph, in_flight=in_flight)
     planner = Planner(graph, 60.0)
     least, most = planner.lowest.peak_bytes, planner.baseline.peak_bytes
     budget = least + int(share * max(0, most - least))

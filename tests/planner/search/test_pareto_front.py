@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from hypothesis import given, settings
-from strategies import chain, graphs
+from strategies import chain, changed, graphs
 
 from autoremat.planner.search.pareto_front import BOUND, OURS, Point, our_points, policy_points, undominated
 from autoremat.planner.search.planner import Planner
@@ -29,7 +27,7 @@ def test_our_points_lie_between_the_bound_and_no_recomputation():
 @settings(max_examples=25)
 @given(graphs())
 def test_no_policy_is_below_the_bound(graph):
-    graph = dataclasses.replace(graph, saving_seconds_per_byte=0.0)
+    graph = changed(graph, saving_seconds_per_byte=0.0)
     bounds = [p for p in our_points(graph, 4, 5.0) if p.family == BOUND]
     for point in policy_points(graph):
         assert all(point.added_seconds >= b.added_seconds - 1e-9 for b in bounds if point.peak_bytes <= b.peak_bytes)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import GraphBuilder, graphs, saved_sets, with_forms
+from strategies import GraphBuilder, changed, graphs, saved_sets, with_forms
 
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.op import Kind, Role
@@ -126,7 +126,7 @@ def test_transfers_divide_no_fused_kernel():
 @settings(max_examples=100, deadline=None)
 @given(st.data(), graphs(max_ops=30), st.sampled_from([1, 2]), st.sampled_from([0.95, 0.8, 0.6]))
 def test_placed_plans_fit_and_are_valid(data, graph, in_flight, share):
-    graph = with_forms(dataclasses.replace(graph, in_flight=in_flight))
+    graph = with_forms(changed(graph, in_flight=in_flight))
     grouped = GroupedPlan(Plan.of(graph, build_schedule(graph, data.draw(saved_sets(graph)))))
     assume(grouped.plan.peak_bytes)
     host_bytes = data.draw(st.sampled_from([None, 300]))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import subsets
-from strategies import GraphBuilder, close_under_need, graphs, on_host, saved_sets, stays_of, with_forms
+from strategies import GraphBuilder, changed, close_under_need, graphs, on_host, saved_sets, stays_of, with_forms
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
@@ -56,7 +56,7 @@ def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
 @given(st.data(), graphs(max_ops=14), st.sampled_from([1, 1, 3]))
 def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
     rate = data.draw(st.sampled_from([0.0, 1e2, 1e4, 1e6]))
-    graph = dataclasses.replace(on_host(graph, rate) if rate else with_forms(graph), in_flight=in_flight)
+    graph = changed(on_host(graph, rate) if rate else with_forms(graph), in_flight=in_flight)
     segments, _ = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
     schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments)
     stays = data.draw(stays_of(graph, schedule))
