@@ -45,10 +45,9 @@ def as_inductor() -> Iterator[None]:
 
     The calls of ``torch.compile`` and ``module.compile`` must lie inside. The compiled functions may run, and compile, later.
     """
-    compile_: Callable[..., Any] = hooks.unsubstituted(torch, "compile")
 
-    def with_this_backend(*arguments: Any, backend: Any = "inductor", **settings: Any) -> Any:
+    def with_this_backend(compile_: Callable[..., Any], *arguments: Any, backend: Any = "inductor", **settings: Any) -> Any:
         return compile_(*arguments, backend="autoremat" if backend == "inductor" else backend, **settings)
 
-    with hooks.substituted(torch, "compile", with_this_backend):
+    with hooks.hooked(torch, "compile", with_this_backend):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
+from autoremat.torch_private.hooks import Method, hooked
 
 
 @contextlib.contextmanager
@@ -86,9 +86,7 @@ def results_as_traced() -> Iterator[None]:
     """
     from torch._inductor import compile_fx
 
-    derive = unsubstituted(compile_fx, "fake_tensor_prop")
-
-    def derive_as_traced(module: fx.GraphModule, *arguments: Any) -> Any:
+    def derive_as_traced(derive: Method, module: fx.GraphModule, *arguments: Any) -> Any:
         stated = {node: node.kwargs for node in module.graph.nodes if LAYOUT_COPY in node.meta and node.op == "call_function"}
         for node, kwargs in stated.items():
             node.kwargs = {**kwargs, "memory_format": torch.preserve_format}
@@ -101,7 +99,7 @@ def results_as_traced() -> Iterator[None]:
             node.meta["val"] = node.meta["val"].contiguous(memory_format=torch.channels_last)
         return mode
 
-    with substituted(compile_fx, "fake_tensor_prop", derive_as_traced):
+    with hooked(compile_fx, "fake_tensor_prop", derive_as_traced):
         yield
 
 
@@ -114,11 +112,9 @@ def attention_as_traced() -> Iterator[None]:
     """
     from torch._inductor import ir
 
-    found = unsubstituted(ir, "is_aligned_realized_tensor")
-
-    def is_aligned(tensor: Any, alignment: int) -> bool:
+    def is_aligned(found: Method, tensor: Any, alignment: int) -> bool:
         is_open = isinstance(tensor, ir.IRNode) and isinstance(tensor.maybe_get_layout(), ir.FlexibleLayout)
         return not is_open and bool(found(tensor, alignment))
 
-    with substituted(ir, "is_aligned_realized_tensor", is_aligned):
+    with hooked(ir, "is_aligned_realized_tensor", is_aligned):
         yield

@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoremat.planner.cost.devices import Datasheet, device_memory
-from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
+from autoremat.torch_private.hooks import Method, hooked, substituted
 from autoremat.torch_private.seen_on_card import CARD, decided_as_on_card, on_card
 
 HELD = ("val", "example_value")
@@ -130,7 +130,6 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
     capability: Callable[..., tuple[int, int]] = lambda *_: sheet.capability  # noqa: E731
     before = device_interface.get_interface_for_device("cuda")
     device_interface.register_interface_for_device("cuda", _interface(properties, sheet.capability))
-    uncached = unsubstituted(DeviceProperties, "create").__func__.__wrapped__
     try:
         with (
             hooked(GraphLowering, "__init__", _lower_on_card),
@@ -140,8 +139,8 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
             substituted(torch.cuda, "current_device", lambda: CARD.index),
             substituted(scheduler, "has_triton", lambda: True),
             substituted(torch.utils._triton, "triton_hash_with_backend", lambda: ""),  # asks for the driver
-            substituted(DeviceProperties, "create", lambda device: uncached(DeviceProperties, device)),
-            substituted(torch._C, "_conv_determine_backend_memory_format", _format_of_convolution),
+            hooked(DeviceProperties, "create", lambda create, device: create.__func__.__wrapped__(DeviceProperties, device)),
+            hooked(torch._C, "_conv_determine_backend_memory_format", _format_of_convolution),
         ):
             yield
     finally:
@@ -162,7 +161,7 @@ def _run_on_card(run: Method, lowering: Any, *inputs: Any) -> Any:
     return run(lowering, *(a if isinstance(a, torch.Tensor) else b for a, b in zip(held, inputs, strict=True)))
 
 
-def _format_of_convolution(image: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+def _format_of_convolution(method: Method, image: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
     """Returns the memory format of a convolution's results. On the card it is cuDNN's, which a torch for CPUs does not ask.
 
     That of the channels last if an operand has it (``cudnn_conv_suggest_memory_format`` in torch's `ConvUtils.h`).
@@ -170,7 +169,7 @@ def _format_of_convolution(image: torch.Tensor, weight: torch.Tensor, backend: A
     from torch._prims_common import suggest_memory_format
 
     if image.device.type != CARD.type:
-        found: torch.memory_format = unsubstituted(torch._C, "_conv_determine_backend_memory_format")(image, weight, backend)
+        found: torch.memory_format = method(image, weight, backend)
         return found
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
     is_last = last in (suggest_memory_format(image), suggest_memory_format(weight)) and image.dtype is not torch.float64

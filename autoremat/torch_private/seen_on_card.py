@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
+from autoremat.torch_private.hooks import Method, hooked, substituted
 
 CARD = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -34,21 +34,18 @@ def decided_as_on_card() -> Iterator[None]:
     from torch._inductor.pattern_matcher import PatternMatcherPass
     from torch.fx.experimental import proxy_tensor
 
-    decompose: Callable[..., Any] = unsubstituted(proxy_tensor, "maybe_handle_decomp")
-    device: Callable[[FakeTensor], torch.device] = unsubstituted(FakeTensor, "device")
-
-    def decompose_on_card(*arguments: Any) -> Any:
+    def decompose_on_card(decompose: Method, *arguments: Any) -> Any:
         with _finding_card():
             return decompose(*arguments)
 
-    def found_device(tensor: FakeTensor) -> torch.device:
-        found = device(tensor)
+    def found_device(device: Method, tensor: FakeTensor) -> torch.device:
+        found: torch.device = device(tensor)
         return CARD if _finds_card.get() and found.type == CPU.type else found
 
     with (
-        substituted(FakeTensor, "device", found_device),
+        hooked(FakeTensor, "device", found_device),
         substituted(FakeTensor, "is_cuda", lambda tensor: tensor.device.type == CARD.type),
-        substituted(proxy_tensor, "maybe_handle_decomp", decompose_on_card),
+        hooked(proxy_tensor, "maybe_handle_decomp", decompose_on_card),
         substituted(joint_graph, "get_gpu_type", lambda: CARD.type),
         hooked(FakeTensorMode, "from_tensor", _convert_on_cpu),
         hooked(PatternMatcherPass, "apply", _replace_on_card),
