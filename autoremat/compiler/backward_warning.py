@@ -146,7 +146,7 @@ def _message(graph: Backwards, need: int, count: int, beside: int, keeps: bool) 
     if count:
         ways.append(f"computes {count} gradient{'s' if count > 1 else ''} at once, under vmap")
     if keeps:
-        by = "create_graph=True" if autograd.makes_graph() else "retain_graph=True"
+        by = "create_graph=True" if torch.is_grad_enabled() else "retain_graph=True"
         ways.append(f"keeps what was saved for it ({by}), up to {format_bytes(report.saved_bytes)}")
     if beside:
         ways.append(f"runs beside the {format_bytes(beside)} of gradients that earlier ones of the same call left")
@@ -162,7 +162,7 @@ def _message(graph: Backwards, need: int, count: int, beside: int, keeps: bool) 
 
 
 def _remedy(graph: Backwards, need: int, count: int, keeps: bool) -> str:
-    if keeps and autograd.makes_graph():
+    if keeps and torch.is_grad_enabled():
         return (
             "torch.compile has no second derivative of a compiled function. Compile the whole loss, and take the inner "
             "gradient there by torch.func.grad"

@@ -130,7 +130,7 @@ def _planned(
         found.append(plan_for_minimum_peak(priced, context, request.limits.reference_share is not None))
 
     with tracing_to(visit, context) as partitioner:
-        fake_tensors.trace_as_compiled(part.module, part.inputs, partitioner, request.fuses, patches)
+        fake_tensors.trace_joint(part.module, part.inputs, partitioner, request.fuses, patches)
     return found[0] if found else None
 
 

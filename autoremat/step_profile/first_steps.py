@@ -122,7 +122,7 @@ class FirstSteps(Recording):
 
     def _is_abandoned(self) -> bool:
         """Returns True if the recorded calls have had no backward, or one that failed, and none can follow."""
-        if not self.calls or self.waiting or autograd.is_in_backward():
+        if not self.calls or self.waiting or autograd.backward_number() is not None:
             return False
         return self.in_pass or not self.passes
 
@@ -149,7 +149,7 @@ class FirstSteps(Recording):
 
     def _settle_before_update(self, *_: Any) -> None:
         """Stops the measurement before the optimizer's own step, which is no part of it."""
-        if self.has_ended and not autograd.is_in_backward():
+        if self.has_ended and autograd.backward_number() is None:
             self.settle()
 
     def _pass_ended(self, step: list[Event]) -> None:

@@ -185,7 +185,7 @@ def preview_visitor(
         now("tracing forward and backward")
         with tracing_to(look_at, context) as partitioner, target.tracing():
             on_card = target.as_on_card(module)
-            fake_tensors.trace_joint(on_card, inputs, partitioner, request.fuses, config)
+            fake_tensors.trace_joint(on_card, source.inputs, partitioner, request.fuses, source.patches)
         return found or [None]
 
     return visit

@@ -37,9 +37,6 @@ T = TypeVar("T")
 CapturedVisitor = Callable[[fx.GraphModule, Sequence[Any]], Sequence[T]]
 """Receives each graph that may train as Dynamo captured it, with its inputs. Returns any number of results."""
 
-SEARCH_DEPTH = 4
-"""Depth of containers and attributes to which a function's models are searched."""
-
 
 @dataclass
 class _Recorder(Generic[T]):
@@ -176,7 +173,7 @@ def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
     """Returns the containers that ``roots`` are or lead to, dicts of attributes included, with their contents."""
     found: dict[int, tuple[Any, list[object]]] = {}
     level = list(roots)
-    for _ in range(SEARCH_DEPTH + 2):  # dicts of attributes are levels too
+    for _ in range(frames.REACH + 2):  # dicts of attributes are levels too
         inner: list[object] = []
         for thing in level:
             if (
@@ -188,7 +185,7 @@ def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
                 found[id(thing)] = (thing, _items(thing))
                 inner += thing.values() if isinstance(thing, dict) else _items(thing)
             elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial, tuple)):
-                inner += _inside(thing)
+                inner += frames.parts_of(thing)
             elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
                 inner.append(attributes)
         level = inner
@@ -200,7 +197,7 @@ def _items(container: Any) -> list[object]:
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 
 
-def models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:
+def models_in(thing: object, depth: int = frames.REACH, seen: set[int] | None = None) -> Iterator[nn.Module]:
     """Yields the modules that a call of ``thing`` may reach."""
     seen = set() if seen is None else seen
     if id(thing) in seen or depth < 0:
@@ -209,30 +206,5 @@ def models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = 
     if isinstance(thing, nn.Module):
         yield thing
         return
-    for inner in _inside(thing):
+    for inner in frames.parts_of(thing):
         yield from models_in(inner, depth - 1, seen)
-
-
-def _inside(thing: object) -> list[object]:
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, types.MethodType):
-        return [thing.__self__, thing.__func__]
-    if isinstance(thing, types.FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
-        named = [thing.__globals__[name] for name in _names(thing.__code__) if name in thing.__globals__]
-        own = [x for x in named if isinstance(x, nn.Module) or getattr(x, "__module__", None) == thing.__module__]
-        return [*cells, *own, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-    if isinstance(thing, (list, tuple)):
-        return list(thing)
-    if isinstance(thing, dict):
-        return list(thing.values())
-    if isinstance(thing, (type, types.ModuleType, torch.Tensor)):
-        return []
-    return list(getattr(thing, "__dict__", {}).values())
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Returns the global names that a function, and the functions in it, may look up."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))

@@ -15,6 +15,7 @@ from autoremat.torch_private import compilers
 from autoremat.torch_private.tensor_identity import storage_key
 from autoremat.torch_private.untraced import untraced
 
+ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 COMPILED_NODE = "CompiledFunctionBackward"
 VIEWS_DEEP = 4
 """The number of levels of autograd nodes, from an output on, that are searched for the node of its compiled graph.
@@ -33,11 +34,9 @@ def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config
     """
     from torch._inductor.compile_fx import compile_fx
 
-    def interpret(module: fx.GraphModule, _inputs: Sequence[Any], **_: Any) -> Any:
-        return compilers._run_uncompiled(module, _inputs)
-
+    interpret: Any = lambda module, inputs, **_: compilers._run_uncompiled(module, inputs)  # noqa: E731
     with compilers.without_caches():
-        compiled: Any = compile_fx(module, inputs, inner_compile=cast(Any, interpret), config_patches=config)
+        compiled: Any = compile_fx(module, inputs, inner_compile=interpret, config_patches=config)
     return cast(Callable[..., Any], compiled)
 
 
@@ -63,11 +62,6 @@ def _levels(tensors: Iterable[Any]) -> Iterator[list[Node]]:
 def keeps_graph() -> bool:
     """Returns True if the running backward keeps its saved tensors (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def makes_graph() -> bool:
-    """Returns True if the running backward can be differentiated again (``create_graph=True``). Only hooks can ask."""
-    return torch.is_grad_enabled()
 
 
 def gradients_at_once(gradients: Iterable[torch.Tensor | None]) -> int:
@@ -145,11 +139,6 @@ def backward_number() -> int | None:
     return None if number == -1 else number
 
 
-def is_in_backward() -> bool:
-    """Returns True if this thread runs a backward."""
-    return backward_number() is not None
-
-
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Calls ``callback`` at the end of the running backward."""
     engine: Any = torch.autograd.Variable._execution_engine
@@ -182,12 +171,11 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the leaf tensors whose gradients ``tensor.backward()`` would accumulate."""
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []
-    accumulating: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     found: dict[int, torch.Tensor] = {}
     seen, stack = {tensor.grad_fn}, [tensor.grad_fn]
     while stack:
         node = stack.pop()
-        if isinstance(node, accumulating):
+        if isinstance(node, ACCUMULATES):
             found[id(node.variable)] = node.variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -204,8 +192,7 @@ def saved_numbers(node: Node) -> Sequence[int]:
 
 def own_leaves(node: Node) -> list[torch.Tensor]:
     """Returns the leaf tensors to which the backward of ``node`` itself hands gradients."""
-    accumulating: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-    return [following.variable for following, _ in node.next_functions if isinstance(following, accumulating)]
+    return [following.variable for following, _ in node.next_functions if isinstance(following, ACCUMULATES)]
 
 
 def hooks_after_gradients(leaf: torch.Tensor) -> list[Callable[..., Any]]:
@@ -239,6 +226,4 @@ def is_optimized(module: torch.nn.Module) -> bool:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Returns True if the module comes from ``torch.compile`` or its call was compiled by ``module.compile``."""
-    from torch._dynamo import OptimizedModule
-
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return is_optimized(module) or module._compiled_call_impl is not None

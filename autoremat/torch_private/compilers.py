@@ -47,17 +47,12 @@ def lacks_cpp_compiler(error: BaseException) -> bool:
     return find_cause(error, InvalidCxxCompiler) is not None
 
 
-def _generate_code(module: fx.GraphModule) -> None:
-    """Gives ``module`` code that takes its arguments in a list, and frees each tensor after its last use."""
+def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch.fx.graph import _BoxedCodeGen
 
     # Not by fx.Interpreter: it writes to data that another thread's tracing reads.
-    module.graph.set_codegen(_BoxedCodeGen())
+    module.graph.set_codegen(_BoxedCodeGen())  # takes the arguments in a list, and frees each tensor after its last use
     module.recompile()
-
-
-def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-    _generate_code(module)
     forward = module.forward
 
     def run(args: list[Any]) -> Any:

@@ -6,7 +6,6 @@ This module decides nothing about plans.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 from autoremat.planner.memory.caching_allocator import ROUNDING
-from autoremat.torch_private.frames import RESUMED
+from autoremat.torch_private.frames import RESUMED, above_dynamo
 from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
@@ -181,15 +180,12 @@ def is_called_by_a_broken_function() -> bool:
     A function that is compiled as a whole is called by the wrapper of ``torch.compile``, with other code of torch between them
     at most, such as that of distributed modules.
     """
-    frame, passed = inspect.currentframe(), False
-    while frame is not None:
+    for frame in above_dynamo():
         file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
-        passed = passed or file.endswith("_dynamo/convert_frame.py")
-        if passed and file.endswith("_dynamo/eval_frame.py") and name in ("compile_wrapper", "_fn"):
+        if file.endswith("_dynamo/eval_frame.py") and name in ("compile_wrapper", "_fn"):
             return False
-        if passed and (file.endswith(CONTAINERS) or not any(part in file for part in BETWEEN)):
+        if file.endswith(CONTAINERS) or not any(part in file for part in BETWEEN):
             return True
-        frame = frame.f_back
     return False
 
 

@@ -5,10 +5,9 @@ This module decides nothing about plans.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from autoremat.basics.errors import causes
 from autoremat.torch_private import compilers, joint_graphs
+from autoremat.torch_private.hooks import assigned
 
 MANY = 1 << 20
 
@@ -78,23 +78,13 @@ def compiled_by(function: Callable[..., Any], backend: Callable[..., Any]) -> Ca
             "recompile_limit": MANY, "accumulated_recompile_limit": MANY, "automatic_dynamic_shapes": False,
             "suppress_errors": False,
         }  # fmt: skip
-        with torch._dynamo.config.patch(settings), warnings.catch_warnings(), _failed_ops_unlogged():
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # of an op that rejects its arguments, which raises too
+        with torch._dynamo.config.patch(settings), warnings.catch_warnings(), assigned(log, "disabled", True):
             # Dynamo reads the gradients of a graph's inputs. After a graph break, these are not leaves.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
             return torch.compile(function, backend=backend, dynamic=False)(*args, **kwargs)
 
     return run
-
-
-@contextlib.contextmanager
-def _failed_ops_unlogged() -> Iterator[None]:
-    """Disables torch's log of an op that rejects its arguments, while active. Torch raises the same error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 class _NoBackward(Exception):
@@ -118,24 +108,13 @@ def trace_joint(
     inputs: Sequence[Any],
     partition: Partition,
     inductor: bool,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
 ) -> None:
     """Traces the joint graph of ``module`` with AOTAutograd and hands it to ``partition``, which ends the tracing by raising.
 
     ``inductor`` selects Inductor's decompositions and its passes over joint graphs, under ``config``.
     Returns normally if there is no backward.
     """
-    trace_as_compiled(module, own_inputs(inputs), partition, inductor, {**config, **RUNS_NOTHING})
-
-
-def trace_as_compiled(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    partition: Partition,
-    inductor: bool,
-    config: Mapping[str, Any],
-) -> None:
-    """Traces as :func:`trace_joint` does, with the inputs and the settings at hand, as in the graph's compilation."""
     try:
         if not inductor:
             compilers.compile_uncompiled(module, inputs, partition)

@@ -39,8 +39,8 @@ INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 KEPT = 500
 """Number of reasons that are kept for later messages."""
 
-DEEP, MOST = 4, 10_000
-"""The levels of containers, objects and functions that are searched for a tensor, and the most objects."""
+REACH, MOST = 4, 10_000
+"""The levels of containers, objects and functions that are searched for tensors and models, and the most objects."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class GivenUp:
             return False
         frame, left = self.frame, [MOST]
         reached = [*frame.f_locals.values(), *_contents(frame.closure), *_used_globals(self.code, frame.f_globals)]
-        return any(_requires_gradient(value, DEEP, left) for value in reached)
+        return any(_requires_gradient(value, REACH, left) for value in reached)
 
 
 def _computes(code: CodeType, why_skipped: str) -> bool:
@@ -109,12 +109,12 @@ def _computes(code: CodeType, why_skipped: str) -> bool:
     file = code.co_filename.replace("\\", "/")
     if LISTED not in why_skipped or code.co_name != "forward" or "/torch/nn/modules/" not in file or "container" in file:
         return False
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name not in ("compile_wrapper", "_fn"):
-        if not is_library(frame.f_code.co_filename):
+    for caller in calling():
+        if caller.co_name in ("compile_wrapper", "_fn"):
+            return True
+        if not is_library(caller.co_filename):
             return False
-        frame = frame.f_back
-    return frame is not None
+    return False
 
 
 class Reasons:
@@ -212,7 +212,7 @@ def functions_in_work() -> Iterator[tuple[str, str]]:
     found = _frames_in_work()
     if found:
         yield function_of(found[-1][0])
-        yield from (function_of(frame.f_code) for frame in _above_dynamo())
+        yield from (function_of(frame.f_code) for frame in above_dynamo())
 
 
 def calling() -> Iterator[CodeType]:
@@ -233,7 +233,7 @@ def is_rest(code: CodeType) -> bool:
     return code.co_name.startswith(RESUMED)
 
 
-def _above_dynamo() -> Iterator[FrameType]:
+def above_dynamo() -> Iterator[FrameType]:
     """Yields the innermost frame in which Dynamo compiles another, then those that called it."""
     frame, passed = inspect.currentframe(), False
     while frame is not None:
@@ -250,16 +250,19 @@ def _requires_gradient(value: Any, deep: int, left: list[int]) -> bool:
         return value.requires_grad
     if isinstance(value, torch.nn.Module):
         return any(parameter.requires_grad for parameter in value.parameters())
-    if not deep or left[0] < 0 or isinstance(value, (str, bytes, int, float, type, ModuleType)):
+    if not deep or left[0] < 0:
         return False
-    return any(_requires_gradient(part, deep - 1, left) for part in _parts(value))
+    return any(_requires_gradient(part, deep - 1, left) for part in parts_of(value))
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def parts_of(value: Any) -> list[Any]:
+    """Returns what a container, an object or a function holds: for a function also the globals that it names."""
+    if isinstance(value, (str, bytes, int, float, type, ModuleType, torch.Tensor)):
+        return []
     if isinstance(value, FunctionType):
-        code = value.__code__
-        library = is_library(code.co_filename)
-        return [*_contents(value.__closure__), *([] if library else _used_globals(code, value.__globals__))]
+        named = [] if is_library(value.__code__.co_filename) else _used_globals(value.__code__, value.__globals__)
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return [*_contents(value.__closure__), *named, *defaults]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, partial):
@@ -282,7 +285,6 @@ def _contents(closure: Iterable[Any] | None) -> list[Any]:
 
 
 def _used_globals(code: CodeType, values: Mapping[str, Any]) -> list[Any]:
-    """Returns the global values that a function names, also in functions inside of it."""
     nested = [
         value for constant in code.co_consts if isinstance(constant, CodeType) for value in _used_globals(constant, values)
     ]

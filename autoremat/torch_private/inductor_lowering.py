@@ -87,18 +87,12 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
         peak = pool + other + known.code_headroom_bytes
-        allocations = None if replayed is None else replayed.allocations.with_names(_names_of_results(lowering))
+        nodes = zip(lowering.get_output_names(), lowering.module.graph.output_node().args[0], strict=False)
+        names_of_results = {code: node.name for code, node in nodes if isinstance(node, fx.Node)}
+        allocations = None if replayed is None else replayed.allocations.with_names(names_of_results)
         return LoweredPeak(
             bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None, allocations
         )
-
-
-def _names_of_results(lowering: Any) -> dict[str, str]:
-    """Returns the name in the FX graph of each result, by its name in the code."""
-    nodes = lowering.module.graph.output_node().args[0]
-    return {
-        code: node.name for code, node in zip(lowering.get_output_names(), nodes, strict=False) if isinstance(node, fx.Node)
-    }
 
 
 def _run_after(node: Any, earlier: Any) -> None:

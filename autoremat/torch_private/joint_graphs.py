@@ -15,6 +15,7 @@ from torch import fx
 from torch._functorch import compile_utils, partitioners
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch._aot_autograd import utils as aot_utils
+from torch._functorch._aot_autograd.utils import is_with_effects as is_with_effects
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
@@ -63,11 +64,6 @@ def is_opaque(node: fx.Node) -> bool:
     """Returns True if the node holds an object that is neither a tensor nor a symbolic number; False under torch 2.11."""
     check: Callable[[fx.Node], bool] | None = names.resolve("torch._functorch.partitioners:is_opaque_node")
     return check is not None and bool(check(node))
-
-
-def is_with_effects(node: fx.Node) -> bool:
-    """Returns True if the node is an effectful op with its token."""
-    return bool(aot_utils.is_with_effects(node))
 
 
 def prepare_joint(

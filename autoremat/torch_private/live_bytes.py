@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def count(self, tensor: torch.Tensor, size: int | None = None) -> None:
         """Counts the storage of ``tensor``, unless it is counted already, until it is freed. ``size`` replaces its bytes."""
         if is_wrapper(tensor):
-            for name in wrapped_names(tensor):
+            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # such tensors have it
                 self.count(getattr(tensor, name), size)
             return
         storage = tensor.untyped_storage()
@@ -102,12 +102,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def is_wrapper(tensor: Any) -> bool:
     """Returns True for a tensor that consists of others, such as optimizer state of 8 bits with its scales."""
     return is_traceable_wrapper_subclass(tensor)
-
-
-def wrapped_names(tensor: Any) -> Sequence[str]:
-    """Returns the names of the attributes that hold the inner tensors of a wrapper."""
-    names: Sequence[str] = tensor.__tensor_flatten__()[0]
-    return names
 
 
 def is_number(tensor: torch.Tensor) -> bool:

@@ -6,12 +6,14 @@ Nothing here imports ``torch.distributed.pipelining``. A process that has not im
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from types import FrameType, ModuleType
+from collections.abc import Iterator
+from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 from autoremat.basics.checks import as_int, refused
 from autoremat.basics.errors import OptionsError
+from autoremat.torch_private.frames import calling
 
 STAGES, SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
 
@@ -24,14 +26,7 @@ OPENS, CLOSES, SPLITS = "F", ("B", "W"), ("I", "W")
 
 def infers_metadata() -> bool:
     """Returns True if a stage runs only to learn the shapes of its results, before the first micro-batch."""
-    if STAGES not in sys.modules:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == METADATA_INFERENCE:
-            return True
-        frame = frame.f_back
-    return False
+    return STAGES in sys.modules and any(code.co_name == METADATA_INFERENCE for code in calling())
 
 
 def in_flight(schedule: Any, stage_index: int) -> int:
@@ -69,16 +64,8 @@ def _most_open(schedule: Any, stage: int, schedules: ModuleType) -> int:
     if isinstance(schedule, schedules._ScheduleForwardOnly):
         return 1
     # Without a list of actions, as in a subclass of a user's own, all calls may be open at once. GPipe's are.
-    return _most_open_by(kind for of, kind in _actions(schedule) if of == stage) or microbatches
-
-
-def _most_open_by(kinds: Iterable[str]) -> int:
-    """Returns the largest number of calls that are open at once during the actions of a stage."""
-    number = most = 0
-    for kind in kinds:
-        number += (kind == OPENS) - (kind in CLOSES)
-        most = max(most, number)
-    return most
+    changes = ((kind == OPENS) - (kind in CLOSES) for of, kind in _actions(schedule) if of == stage)
+    return max(accumulate(changes), default=0) or microbatches
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:

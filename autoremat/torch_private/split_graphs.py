@@ -110,7 +110,7 @@ def parts_of(split: Split) -> tuple[Sequence[PartOfGraph], Mapping[str, Any], Se
     owner = split.owner
     walk = _Walk(owner)
     known = {node: _as_fake(value, owner.fake_mode) for node, value in owner.env.items()}
-    with _running_fake(owner.fake_mode):
+    with owner.fake_mode, assigned(owner.fake_mode, "allow_non_fake_inputs", True):  # as torch does between two parts
         returned = walk.run(initial_env=dict(known), enable_io_processing=False)
     received = {node.name: value for node, value in known.items() if node.op == "placeholder"}
     return walk.found, received, list(torch.utils._pytree.tree_leaves(returned))
@@ -150,13 +150,6 @@ def _as_fake(value: Any, mode: Any) -> Any:
     from torch._dynamo.utils import to_fake_tensor
 
     return to_fake_tensor(value, mode) if isinstance(value, torch.Tensor) and not is_fake(value) else value
-
-
-@contextlib.contextmanager
-def _running_fake(mode: Any) -> Iterator[None]:
-    """Runs the body's tensors as fake ones, as torch does between two parts."""
-    with mode, assigned(mode, "allow_non_fake_inputs", True):
-        yield
 
 
 class _Walk(fx.Interpreter):

@@ -49,7 +49,7 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     expression, shapes = size.node.expr, size.node.shape_env
-    known = _at_largest(expression, _ranges(expression, shapes))
+    known = _value(expression, _ranges(expression, shapes), {})
     return known if known is not None else int(_hint(size, fallback=_fallback(expression, shapes)))
 
 
@@ -104,34 +104,27 @@ def _fallback(expression: Any, shapes: Any) -> int:
     return max((_range_of(symbol, shapes)[1] for symbol in _dependent_on_data(expression, shapes)), default=UNKNOWN_SIZE)
 
 
-def _at_largest(expression: Any, ranges: Ranges) -> int | None:
+def _value(expression: Any, ranges: Ranges, sizes: Mapping[Any, int]) -> int | None:
+    """Returns the value at ``sizes``, and at the largest of all others; None if that is no number."""
     if not ranges or not hasattr(expression, "xreplace"):
         return None
-    number = expression.xreplace({symbol: sympy.Integer(limit) for symbol, (_, limit) in ranges.items()})
+    number = expression.xreplace({symbol: sympy.Integer(sizes.get(symbol, limit)) for symbol, (_, limit) in ranges.items()})
     return int(number) if number.is_number else None
 
 
 def _most_of(expression: Any, shapes: Any) -> int | None:
     """Returns the largest value at sample points of the ranges. Both ends of each range are sample points."""
-    ranges = _ranges(expression, shapes)
-    if not ranges or not hasattr(expression, "xreplace"):
-        return None
-    known = _most.get({})
+    ranges, known = _ranges(expression, shapes), _most.get({})
     if expression not in known:
-        found = _at_largest(expression, ranges)
+        found = _value(expression, ranges, {})
         if found is None:
             return None
         sizes = sorted(expression.free_symbols, key=str)[:MOST_SIZES]
         for point in itertools.product(*(_between(*ranges[size], POINTS.get(len(sizes), 2)) for size in sizes)):
             with contextlib.suppress(ArithmeticError, ValueError):  # the expression is undefined at some sizes
-                found = max(found, _at(expression, dict(zip(sizes, point, strict=True)), ranges))
+                found = max(found, _value(expression, ranges, dict(zip(sizes, point, strict=True))) or 0)
         known[expression] = found
     return known[expression]
-
-
-def _at(expression: Any, sizes: Mapping[Any, int], ranges: Ranges) -> int:
-    number = {symbol: sympy.Integer(sizes.get(symbol, limit)) for symbol, (_, limit) in ranges.items()}
-    return int(expression.xreplace(number))
 
 
 def _between(least: int, limit: int, count: int) -> list[int]:
