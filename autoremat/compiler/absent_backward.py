@@ -44,8 +44,8 @@ def _reason(gm: fx.GraphModule, is_meant_to_train: bool) -> str:
             "it computes gradients itself, by torch.func.grad, vjp or torch.autograd.grad, so torch hands over forward and "
             "backward as one graph, which keeps what it needs. Return a loss, of gradients or not, and call backward() on it"
         )
-    is_part = bool(frames.reasons.behind()) or dynamo.graph_break_around(gm) is not None or split_graphs.is_split()
-    if not torch.is_grad_enabled() or is_part or not is_meant_to_train:
+    is_broken = bool(frames.reasons.behind()) or dynamo.graph_break_around(gm) is not None or split_graphs.is_split()
+    if not torch.is_grad_enabled() or is_broken or not is_meant_to_train:
         return ""
     return (
         "it has no backward, because no parameter or input requires a gradient, or nothing is returned that depends on one. "

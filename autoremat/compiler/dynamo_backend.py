@@ -161,7 +161,7 @@ def _compile_request(source: GraphSource, request: Request, around: Surroundings
 def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Surroundings, must_fit: bool = False) -> Compiled:
     """Returns the graph compiled with a plan that holds up to ``sizes``, or by plain Inductor if planning falls back."""
     gm = source.module
-    asked = replace(request, on_infeasible="raise", is_part=False) if must_fit else request
+    asked = replace(request, on_infeasible="raise") if must_fit else request
     compile_with = compile_graph if request.fuses else compile_uncompiled
     try:
         begin = source_info.begin_of(gm.graph)

@@ -2,7 +2,8 @@
 
 Each graph is planned as if it were alone, with its calls in flight. Two things add memory: further calls that are open at the
 same time, and gradients of earlier calls of the step, of any graph. Only calls of the same thread on the same device count
-together. The backward may run in any thread. :mod:`autoremat.compiler.backward_warning` judges how it runs.
+together. The backward may run in any thread. Budgets in bytes are judged at each call, and shares at the end of the step, for
+all calls that were open together. :mod:`autoremat.compiler.backward_warning` judges how a backward runs.
 
 Calls are watched until a step has ended in which every graph was known. A graph that gradients could bring over its budget is
 watched on, because a step may have several micro-batches at any time. Otherwise a watched graph costs one more Python call
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -35,35 +36,25 @@ from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.pipelining import infers_metadata
 from autoremat.torch_private.untraced import around_backward, when_dropped
 
+TOLERANCE = 0.01
+"""Share of its limit by which a step of several calls may exceed a share of what they need, which is an estimate."""
+
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A compiled graph and its report.
-
-    ``by_share`` is True if the budget is a share of the graph's own peak, which says nothing about other graphs.
-    """
+    """A compiled graph and its report. ``by_share`` is True if its budget is a share of the reference peak."""
 
     report: Report
     by_share: bool
-    is_part: bool = False
-    """True if the graph is one of several of a broken function, which keep a share together."""
     function: int | None = None
     """Dynamo's number of the function."""
     backwards: Backwards | None = None
     sizes: SizeCheck | None = None
 
-    def limit_beside(self, earlier: Iterable[_Open]) -> int | None:
-        """Returns the share of what this graph and the ``earlier`` calls need together without this package; None for bytes."""
-        report = self.report
-        if not self.by_share or report.budget_share is None or report.reference_bytes is None:
-            return None
-        beside = sum(one.held_bytes_without_us for one in earlier)
-        return max(int(report.budget_share * (report.reference_bytes + beside)), report.budget_bytes or 0)
-
     @property
-    def needs_no_look(self) -> bool:
-        """True if nothing is left to be told of a call by itself."""
-        return (self.backwards is None or self.backwards.told.told) and (self.sizes is None or not self.sizes.assumed)
+    def needs_look(self) -> bool:
+        """True if something may have to be told of a call by itself."""
+        return not (self.backwards is None or self.backwards.told.told) or bool(self.sizes and self.sizes.assumed)
 
     def follow(self, node: Node, args: tuple[Any, ...], packed: Packed | None) -> None:
         """Compares the sizes of a call with those that were planned for, and looks at its backwards.
@@ -74,6 +65,11 @@ class Watched:
             self.sizes.compare(node)
         if self.backwards is not None and not self.backwards.told.told:
             self.backwards.follow(node, _device_of(args), packed)
+
+    @cached_property
+    def break_note(self) -> str:
+        """The note on what broke the function; empty for a function that is one graph."""
+        return next((f" {note}." for note in self.report.notes if note.startswith(BROKEN)), "")
 
     @property
     def counts_gradients(self) -> bool:
@@ -87,17 +83,16 @@ class Watched:
         return not (self.by_share or self.report.budget_bytes is None or (ledger is not None and ledger.counts_gradients))
 
     @cached_property
-    def forward_excess_bytes(self) -> int:
-        """Bytes by which the peak of the forward exceeds the backward's; 0 if it does not."""
-        profile = self.report.profile_after
+    def backward_peak_bytes(self) -> int:
+        """Peak of the backward; that of the step if it is unknown."""
+        profile, peak = self.report.profile_after, self.report.peak_bytes
         backward = () if profile is None else profile.totals[profile.border :]
-        return 0 if profile is None or not backward else max(profile.totals) - max(backward)
+        return peak if profile is None or not backward else peak - max(profile.totals) + max(backward)
 
 
 @dataclass(frozen=True)
 class _Open:
-    """An open call of a graph on a device. ``thread`` is the one that ran its forward; ``leaves`` are the identities of its
-    parameters."""
+    """An open call of a graph on a device. ``leaves`` are the identities of its parameters."""
 
     graph: Watched
     device: torch.device
@@ -129,31 +124,32 @@ def _ended(call: _Call, watch: Watch, *_: Any) -> None:
 
 
 @dataclass
-class PartsOfStep:
-    """The peak of the present step over the graphs of a broken function, and the share of its reference peak, in bytes."""
+class SharedStep:
+    """The peak of the present step over graphs under shares, and the share of what it needs without this package."""
 
     peak_bytes: int = 0
     limit_bytes: int = 0
-    why: str = ""
-    """A note on what broke the function."""
+    advice: str = ""
+    """What broke the function, or how to count the calls of one graph."""
 
-    def note(self, running: Report, earlier: list[_Open]) -> None:
-        """Counts a call of ``running`` beside the open calls ``earlier``, under our plans and without this package."""
-        held = sum(one.held_bytes for one in earlier)
-        without_us = sum(one.held_bytes_without_us for one in earlier) + (running.reference_bytes or 0)
-        own = max(int((running.budget_share or 0.0) * without_us), running.budget_bytes or 0)
-        self.peak_bytes, self.limit_bytes = max(self.peak_bytes, held + running.peak_bytes), max(self.limit_bytes, own)
-        self.why = next((f" {note}." for note in running.notes if note.startswith(BROKEN)), self.why)
+    def note(self, graph: Watched, earlier: Sequence[_Open]) -> None:
+        """Counts a call of ``graph`` beside the open calls ``earlier``. One alone was judged when it was compiled."""
+        report = graph.report
+        if not (earlier or graph.break_note):
+            return
+        peak = report.peak_bytes + sum(one.held_bytes for one in earlier)
+        without_us = (report.reference_bytes or 0) + sum(one.held_bytes_without_us for one in earlier)
+        limit = max(int((report.budget_share or 0.0) * without_us * (1 + TOLERANCE)), report.budget_bytes or 0)
+        self.peak_bytes, self.limit_bytes = max(self.peak_bytes, peak), max(self.limit_bytes, limit)
+        self.advice = graph.break_note or self.advice or _counting(graph, earlier)
 
     def judge(self) -> None:
-        """Warns if the step that ends now needed more than the share. The next one begins."""
-        peak, limit = self.peak_bytes, self.limit_bytes
-        self.peak_bytes = self.limit_bytes = 0
-        if peak > limit:
+        """Warns if the step that ends now needed more than the share."""
+        if self.peak_bytes > self.limit_bytes:
+            who = "graphs of a broken function" if BROKEN in self.advice else "calls of a step that are open together"
             _warn(
-                f"the graphs of a broken function need {format_bytes(peak)} together, over the {format_bytes(limit)} that are "
-                f"the share of their reference peak: some have nothing left to recompute.{self.why} "
-                "autoremat.profile_step(function, *inputs, memory_budget=...) shares one budget among them"
+                f"the {who} need {format_bytes(self.peak_bytes)} together, over the {format_bytes(self.limit_bytes)} that are "
+                f"the share of what they need without autoremat: some have too little to recompute.{self.advice} {PROFILE}"
             )
 
 
@@ -165,7 +161,7 @@ class Watch:
         self.open: dict[int, _Open] = {}
         self.graphs: weakref.WeakSet[Watched] = weakref.WeakSet()
         self.gradients = StepGradients()
-        self.parts = PartsOfStep()
+        self.shared = SharedStep()
 
     def add(self, graph: Watched) -> None:
         """Begins to watch the calls of ``graph``."""
@@ -173,27 +169,31 @@ class Watch:
         self.active = True
 
     def call(self, compiled: Callable[..., Any], graph: Watched, args: tuple[Any, ...]) -> Any:
-        """Returns ``compiled(*args)``, a call of ``graph``, and records the call as open if it has a backward."""
-        if infers_metadata() or any(map(is_fake, args)):
+        """Returns ``compiled(*args)``, a call of ``graph``. It is recorded as open if it has a backward."""
+        if self.active and (infers_metadata() or any(map(is_fake, args))):
             return compiled(*args)  # no part of a step: the call only shows shapes, to a pipeline or to a split graph
+        present = self._begin(graph, args) if self.active else None
+        with noting_packed() as packed:
+            outputs = compiled(*args)
+        node = backward_node(outputs, args)
+        if node is not None:
+            if present is not None:
+                call, packed_bytes = _Call(), None if packed is None else packed.kept_bytes(args)
+                self.open[id(call)] = replace(present, packed_bytes=packed_bytes)
+                when_dropped(call, self.close, id(call))
+                around_backward(node, ends=partial(_ended, call, self))
+            graph.follow(node, args, packed)
+        return outputs
+
+    def _begin(self, graph: Watched, args: tuple[Any, ...]) -> _Open:
+        """Judges a call of ``graph`` that begins."""
         leaves = leaves_of(args)
         present = _Open(graph, _device_of(args), frozenset(map(id, leaves)))
         self.judge(present, graph.report.peak_bytes)
         self.gradients.note(leaves, graph.function)
-        if graph.is_part:
-            self.parts.note(graph.report, [one for one in self._open_beside(present) if one.graph.is_part])
-        with noting_packed() as packed:
-            outputs = compiled(*args)
-        if packed is not None:
-            present = replace(present, packed_bytes=packed.kept_bytes(args))
-        node = backward_node(outputs, args)
-        if node is not None:
-            call = _Call()
-            self.open[id(call)] = present
-            when_dropped(call, self.close, id(call))
-            around_backward(node, ends=partial(_ended, call, self))
-            graph.follow(node, args, packed)
-        return outputs
+        if graph.by_share:
+            self.shared.note(graph, _earlier(present, self._beside(present)))
+        return present
 
     def finish(self, call: int) -> None:
         """Judges the backward that ends the call with this identity, and closes the call."""
@@ -201,19 +201,20 @@ class Watch:
         self.close(call)
         if present is None or not self.active:
             return
-        self.judge(present, present.graph.report.peak_bytes - present.graph.forward_excess_bytes)
+        self.judge(present, present.graph.backward_peak_bytes)
         self.gradients.note_backward(present.leaves)
         if not self.open:  # a call without a backward, as of an evaluation, is no step
             self.active = any(map(self._may_exceed, self.graphs))
 
     def close(self, call: int) -> None:
-        """Closes the call with this identity, which holds no memory any more."""
-        if self.open.pop(call, None) is not None and not self.open:  # no open call means that the step has ended
-            self.parts.judge()
+        """Closes the call with this identity, which holds no memory any more. Without open calls, the step has ended."""
+        if self.open.pop(call, None) is not None and not self.open:
+            step, self.shared = self.shared, SharedStep()
+            step.judge()
 
-    def _open_beside(self, present: _Open) -> list[_Open]:
+    def _beside(self, present: _Open) -> list[_Open]:
         """Returns the open calls of the thread and the device of ``present``."""
-        return [one for one in list(self.open.values()) if one.device == present.device and one.thread == present.thread]
+        return [one for one in list(self.open.values()) if (one.device, one.thread) == (present.device, present.thread)]
 
     def _may_exceed(self, graph: Watched) -> bool:
         """Returns True if the gradients of all watched graphs together could bring ``graph`` over its budget."""
@@ -221,34 +222,38 @@ class Watch:
         return graph.bounds_gradients and graph.report.peak_bytes + more > (graph.report.budget_bytes or 0)
 
     def judge(self, present: _Open, peak: int) -> None:
-        """Warns if the call ``present``, which needs ``peak`` bytes, brings the step on its device over its budget.
+        """Warns if the call ``present``, which needs ``peak`` bytes, brings the step on its device over its budget in bytes.
 
         Backwards run in the reverse order of their forwards. Calls that are open now are therefore open again during this
         call's backward.
         """
-        graph, budget, counted = present.graph, present.graph.report.budget_bytes, present.graph.report.in_flight - 1
-        here = self._open_beside(present)
-        own = [one for one in here if one.graph is graph]
-        earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
-        held = sum(one.held_bytes for one in earlier)
+        graph, report = present.graph, present.graph.report
+        if graph.by_share or report.budget_bytes is None:
+            return
+        here = self._beside(present)
+        earlier = _earlier(present, here)
         to_own, to_others = self.gradients.live_bytes(present.device, present.leaves, graph.function, bool(here))
-        if budget is None:
-            return
         more = to_others + (0 if graph.counts_gradients else to_own) if graph.bounds_gradients else 0
-        peak -= max(0, counted - len(own)) * graph.report.held_bytes if more else 0  # calls in flight that are not open
-        limit = graph.limit_beside(earlier)
-        if peak + held + more <= (limit or budget) or not held + more:
-            return
-        self.end()
-        _warn(_of_open_calls(present, earlier, peak, more, limit) if held else _of_gradients(present, peak, more, to_others))
+        in_flight = sum(one.graph is graph for one in here)
+        peak -= max(0, report.in_flight - 1 - in_flight) * report.held_bytes if more else 0  # calls in flight that are not open
+        held = sum(one.held_bytes for one in earlier)
+        if held + more and peak + held + more > report.budget_bytes:
+            self.end()
+            _warn(_of_open_calls(present, earlier, peak, more) if held else _of_gradients(present, peak, more, to_others))
 
     def end(self) -> None:
         """Ends the watch, because one warning is enough."""
         self.active = False
         self.open.clear()
         self.graphs.clear()
-        self.gradients.forget()
-        self.parts = PartsOfStep()
+        self.gradients = StepGradients()
+        self.shared = SharedStep()
+
+
+PROFILE = (
+    "autoremat.profile_step(model, *batch, memory_budget=...) shares one budget among all calls; pass its result as budget."
+)
+"""The remedy for several calls that are open together."""
 
 
 def _device_of(args: Iterable[Any]) -> torch.device:
@@ -257,42 +262,49 @@ def _device_of(args: Iterable[Any]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _of_open_calls(present: _Open, earlier: Collection[_Open], peak: int, more: int, limit: int | None) -> str:
-    """Returns the text about ``earlier`` calls that are open, and about ``more`` bytes of gradients beside them.
+def _earlier(present: _Open, here: Sequence[_Open]) -> list[_Open]:
+    """Returns those of the open calls ``here`` that the budget of ``present`` bounds, and that its peak does not count.
 
-    ``limit`` is the share of what all these calls need; None for a budget in bytes.
+    Budgets in bytes bound others of their kind, and so do shares.
     """
-    graph, counted = present.graph, present.graph.report.in_flight - 1
-    held = sum(one.held_bytes for one in earlier)
-    calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
-    if counted:
-        calls += f", beside the {counted + 1} that in_flight counts,"
+    graph = present.graph
+    own = [one for one in here if one.graph is graph]
+    others = [one for one in here if one.graph is not graph and one.graph.by_share == graph.by_share]
+    return own[graph.report.in_flight - 1 :] + others
+
+
+def _counting(graph: Watched, earlier: Sequence[_Open]) -> str:
+    """Returns the advice to count the ``earlier`` calls, if all are of ``graph``."""
     alone = all(one.graph is graph for one in earlier)
-    remedy = f" For calls of one graph, in_flight={len(earlier) + counted + 1} counts so many." if alone else ""
+    return f" For calls of one graph, in_flight={len(earlier) + graph.report.in_flight} counts so many." if alone else ""
+
+
+def _of_open_calls(present: _Open, earlier: Sequence[_Open], peak: int, more: int) -> str:
+    """Returns the text about ``earlier`` calls that are open, and about ``more`` bytes of gradients beside them."""
+    graph, held = present.graph, sum(one.held_bytes for one in earlier)
+    report, alone = graph.report, all(one.graph is graph for one in earlier)
+    calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
+    calls += f", beside the {report.in_flight} that in_flight counts," if report.in_flight > 1 else ""
+    remedy = _counting(graph, earlier)
     if any(one.graph is graph and one.leaves.isdisjoint(present.leaves) for one in earlier):
         remedy = " For equal blocks that are compiled one by one, use autoremat.compile_blocks(blocks, memory_budget=...)."
-    gradients = f" beside {format_bytes(more)} of gradients" if more else ""
-    kept = f"the budget of {format_bytes(graph.report.budget_bytes or 0)} that each call keeps by itself"
-    if limit is not None:
-        kept = f"the {format_bytes(limit)} that are the share of what these calls need without autoremat"
     return (
         f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
-        f"{format_bytes(held)} for the backward{gradients} while this one needs {format_bytes(peak)}, so far "
-        f"{format_bytes(held + more + peak)} together, over {kept}. Later calls add to that. "
-        "autoremat.profile_step(model, *batch, memory_budget=...) measures the whole step and shares one budget among all "
-        f"calls. Call it before training, on every rank at the same time, and pass its result as memory_budget.{remedy}"
+        f"{format_bytes(held)} for the backward{f' beside {format_bytes(more)} of gradients' if more else ''} while this one "
+        f"needs {format_bytes(peak)}, {format_bytes(held + more + peak)} together, over the budget of "
+        f"{format_bytes(report.budget_bytes or 0)} that each call keeps by itself. {PROFILE}{remedy}"
     )
 
 
 def _of_gradients(present: _Open, peak: int, more: int, to_others: int) -> str:
     """Returns the text about ``more`` bytes of gradients, ``to_others`` of them of parameters that the call does not take."""
     report = present.graph.report
+    remedy = "Set accumulate=True to count them"
     if to_others:
         remedy = f"Lower memory_budget by the {format_bytes(to_others)} of parameters that this graph does not train"
         remedy += "" if more == to_others else ", and set accumulate=True to count the others"
-    else:
-        asks_ledger = report.device_ledger is not None
-        remedy = "Give device_budget the number: accumulate=..." if asks_ledger else "Set accumulate=True to count them"
+    elif report.device_ledger is not None:
+        remedy = "Give device_budget the number: accumulate=..."
     return (
         f"this call adds to gradients of earlier calls of the step: their {format_bytes(more)} are live beside the "
         f"{format_bytes(peak)} of the call, {format_bytes(peak + more)} together, over the budget of "
@@ -312,22 +324,13 @@ def reset() -> None:
     _watch.end()
 
 
-def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:
+def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch, and its backwards looked at."""
     function = number_of_function()
-    graph = Watched(report, by_share, is_part, function, Backwards(report, told_of(function)), SizeCheck(report))
+    graph = Watched(report, by_share, function, Backwards(report, told_of(function)), SizeCheck(report))
     _watch.add(graph)
 
     def call(*args: Any) -> Any:
-        if _watch.active:
-            return _watch.call(compiled, graph, args)
-        if graph.needs_no_look:
-            return compiled(*args)
-        with noting_packed() as packed:
-            outputs = compiled(*args)
-        node = backward_node(outputs, args)
-        if node is not None:
-            graph.follow(node, args, packed)
-        return outputs
+        return _watch.call(compiled, graph, args) if _watch.active or graph.needs_look else compiled(*args)
 
     return call

@@ -15,7 +15,7 @@ from autoremat.compiler.overlap_warning import watched
 from autoremat.compiler.transfer_check import checked_transfers
 from autoremat.report.registry import add_report
 from autoremat.report.report import Report
-from autoremat.request.request import Request
+from autoremat.request.request import AS_A_STEP, Request
 from autoremat.torch_private.autograd import retraces_backwards
 from autoremat.torch_private.logs import trace_artifact
 
@@ -45,7 +45,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     if report is None:
         return compiled
     has_own_budget = request.limits.step_share is None  # a profile measures the code between graphs
-    more = (PART if request.is_part else "", note if has_own_budget else "")
+    more = (PART if request.on_infeasible == AS_A_STEP else "", note if has_own_budget else "")
     # A record may have the ledger of another device.
     report = dataclasses.replace(report, device_ledger=request.limits.ledger, notes=(*report.notes, *filter(None, more)))
     if report.unknown_workspaces and report.budget_bytes is not None:
@@ -55,7 +55,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             advice.append("lower memory_budget by what torch's own ops take, which track_peak measures")
         names = ", ".join(report.unknown_workspaces)
         log.warning("the budget may be exceeded by the workspaces of %s, which are not known: %s", names, "; ".join(advice))
-    if not report.within_budget and report.budget_bytes is not None and not request.is_part:
+    if not report.within_budget and report.budget_bytes is not None and request.on_infeasible != AS_A_STEP:
         message = best_effort_message(
             "the step", report.peak_bytes, report.budget_bytes, report.budget_share, report.reference_bytes or 0
         )
@@ -84,4 +84,4 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     compiled = checked_transfers(compiled, report)
     if not (request.limits.bounds_memory and has_own_budget):
         return compiled
-    return watched(compiled, report, request.limits.reference_share is not None, request.is_part)
+    return watched(compiled, report, request.limits.reference_share is not None)

@@ -63,11 +63,14 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
     split = _split_of(request)
     if split is None:
         return request
+    request = Request.of(
+        request.options, request.limits, request.calls
+    )  # also within a broken function, they fit by themselves
     if split.number == 0:  # later parts are not known as graphs any more
         if request.calls != OpenCalls():
             warn_of_open_calls()
         if split.owner not in _shared:
-            _shared[split.owner] = planned_together(split, replace(request, is_part=False), source.patches)
+            _shared[split.owner] = planned_together(split, request, source.patches)
         first = _shared[split.owner]
         note_grant(request, around, None if first is None else first.profile.budget_bytes)
     shared = _shared.get(split.owner)
@@ -78,7 +81,7 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
     ledger, advice = shared.profile.device_ledger, request.limits.advice
     host = shared.profile.step.host_bytes
     limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, common=common, advice=advice)
-    return replace(request, limits=limits, calls=OpenCalls(), is_part=False)
+    return replace(request, limits=limits, calls=OpenCalls())
 
 
 def _split_of(request: Request) -> split_graphs.Split | None:

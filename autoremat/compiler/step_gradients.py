@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,15 +18,12 @@ def leaves_of(args: Iterable[Any]) -> list[torch.Tensor]:
     return [one for one in args if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad]
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A leaf that a call found without a gradient."""
+class _Bare(NamedTuple):
+    """A leaf without a gradient, its version, and Dynamo's number of the function that was called with it."""
 
-    reference: weakref.ref[torch.Tensor]
+    leaf: weakref.ref[torch.Tensor]
     version: int
-    """The number of its in-place changes at that time."""
     function: int | None
-    """Dynamo's number of the function that was called."""
 
 
 class StepGradients:
@@ -38,17 +34,14 @@ class StepGradients:
     """
 
     def __init__(self) -> None:
-        self._bare: dict[int, _Leaf] = {}
-        """The leaves by identity."""
+        self._bare: dict[int, _Bare] = {}
         self._computed: dict[int, int | None] = {}
         """The backward that computed a gradient last, by the leaf's identity. Autograd holds gradients of a leaf that several
         calls take, until it has their sum."""
 
     def note(self, leaves: Iterable[torch.Tensor], function: int | None) -> None:
         """Records that a call of ``function`` in the present step takes ``leaves``."""
-        for leaf in leaves:
-            if leaf.grad is None:
-                self._bare[id(leaf)] = _Leaf(weakref.ref(leaf), leaf._version, function)
+        self._bare |= {id(one): _Bare(weakref.ref(one), one._version, function) for one in leaves if one.grad is None}
 
     def note_backward(self, leaves: Collection[int]) -> None:
         """Records that the running backward has computed gradients of the leaves with these identities."""
@@ -63,27 +56,19 @@ class StepGradients:
         in three cases: the running backward computed them, own leaves have gradients too, or they are inputs of an earlier
         call of ``function``. Else another model left them.
         """
-        known = list(self._bare.values())
-        found = [(leaf, one) for one in known if (leaf := one.reference()) is not None]
-        if any(leaf._version != one.version for leaf, one in found):
-            self.forget()
+        found = [(leaf, bare) for bare in list(self._bare.values()) if (leaf := bare.leaf()) is not None]
+        if any(leaf._version != bare.version for leaf, bare in found):
+            self._bare, self._computed = {}, {}
             return 0, 0
-        inventory = Inventory(device.type, ROUNDING if device.type == "cuda" else 1)
-        owns: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        earlier: list[torch.Tensor] = []
+        owns, others, earlier = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         running = backward_number()
-        for leaf, one in found:
+        for leaf, bare in found:
             waits = running is not None and self._computed.get(id(leaf)) == running
             gradient = leaf if leaf.grad is None and waits else leaf.grad  # a leaf has the size of its gradient
             if gradient is None or gradient.device != device:
                 continue
-            of_function = one.function is not None and one.function == function and not isinstance(leaf, torch.nn.Parameter)
+            of_function = bare.function is not None and bare.function == function and not isinstance(leaf, torch.nn.Parameter)
             (owns if id(leaf) in own else others if waits or of_function else earlier).append(gradient)
         others += earlier if is_within_step or owns else []
+        inventory = Inventory(device.type, ROUNDING if device.type == "cuda" else 1)
         return inventory.bytes_of(owns), inventory.bytes_of(others)
-
-    def forget(self) -> None:
-        """Drops all leaves."""
-        self._bare.clear()
-        self._computed.clear()

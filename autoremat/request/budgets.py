@@ -21,7 +21,7 @@ from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.request.grants import granted_bytes
 from autoremat.request.limits import Limits
-from autoremat.request.request import Request
+from autoremat.request.request import AS_A_STEP, Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private.dynamo import in_few_words
 
@@ -69,7 +69,8 @@ def _request_of(budget: Budget, options: Options, around: Surroundings) -> Reque
         f"this is one graph of several, for Dynamo broke the function{why}: share one budget among them, by "
         "autoremat.profile_step(function, *inputs, memory_budget=...)"
     )
-    return Request.of(options, replace(limits, advice=(advice,)), calls, is_part=limits.reference_share is not None)
+    request = Request.of(options, replace(limits, advice=(advice,)), calls)
+    return request if limits.reference_share is None else replace(request, on_infeasible=AS_A_STEP)
 
 
 def request_of_recording(options: Options) -> Request:

@@ -18,6 +18,10 @@ HELD_ELSEWHERE = frozenset(
 )
 """Options that decide plans by what a request holds beside them."""
 
+AS_A_STEP = "judge the step"
+"""Each graph of a broken function takes its minimum peak, for a small one may have nothing to recompute. The step is judged as
+a whole when it runs."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -27,16 +31,15 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     calls: OpenCalls = field(default_factory=OpenCalls)
     """The calls of the graph that are open at once."""
-    is_part: bool = False
-    """True if the graph is one of several of a broken function, which keep a share together."""
     on_infeasible: str = "raise"
+    """What happens if no plan fits: an option's value, or ``AS_A_STEP``."""
     on_planning_error: str = "fallback"
 
     @classmethod
-    def of(cls, options: Options, limits: Limits, calls: OpenCalls | None = None, is_part: bool = False) -> Request:
+    def of(cls, options: Options, limits: Limits, calls: OpenCalls | None = None) -> Request:
         """Returns the request of ``options`` under ``limits``. Without ``calls``, the options tell the open calls."""
         return cls(
-            options, limits, options.open_calls if calls is None else calls, is_part,
+            options, limits, options.open_calls if calls is None else calls,
             options.on_infeasible or ("raise" if limits.reference_share is None else "best_effort"),
             options.on_planning_error or ("raise" if limits.bounds_memory else "fallback"),
         )  # fmt: skip
@@ -55,12 +58,8 @@ class Request:
 
     @property
     def must_fit(self) -> bool:
-        """True: raise an error if no plan fits. False: take the plan with the minimum peak.
-
-        A part takes it because the graphs that follow are unknown, and a small one may have nothing to recompute. The step is
-        judged as a whole when it runs.
-        """
-        return self.on_infeasible == "raise" and not self.is_part
+        """True: raise an error if no plan fits. False: take the plan with the minimum peak."""
+        return self.on_infeasible == "raise"
 
     @property
     def falls_back(self) -> bool:

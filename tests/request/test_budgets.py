@@ -14,6 +14,7 @@ from autoremat import BudgetWarning, Options, OptionWarning
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.limits import Limits
+from autoremat.request.request import AS_A_STEP
 from autoremat.request.surroundings import running_block
 
 MODULE = fx.symbolic_trace(nn.Identity())
@@ -73,8 +74,8 @@ def test_a_part_of_a_broken_function_takes_its_minimum_peak_under_a_share_alone(
     broken = around(module=MODULE)
     vars(broken)["why_broken"] = "a call of print. More words"
     share, in_bytes = (request_of(Options(memory_budget=budget), broken) for budget in (0.5, 4096))
-    assert (share.is_part, share.must_fit) == (True, False)
-    assert (in_bytes.is_part, in_bytes.must_fit) == (False, True)
+    assert (share.on_infeasible, share.must_fit) == (AS_A_STEP, False)
+    assert (in_bytes.on_infeasible, in_bytes.must_fit) == ("raise", True)
     assert "broke the function (a call of print)" in share.limits.advice[0]
 
 
