@@ -70,8 +70,9 @@ class SearchSettings:
     """Share of the cost above the least one by which stays must lower it, to leave out trials without stays."""
     front_starts: int = 2
     """Number of starts on each side of such a level that are solved."""
-    peak_levels: int = 8
-    """Number of levels of the peak to which plans are brought down if a graph shares its budget with others."""
+    peak_levels: int = 12
+    """Number of levels of the peak, at equal ratios, to which plans are brought down if a graph shares its budget with
+    others."""
     saved_levels: int = 8
     """Number of levels of the saved bytes for which plans are found if a graph shares its budget with others."""
     soft_budget_cost: float = 0.05

@@ -254,7 +254,8 @@ class Planner:
     @cached_property
     def _front(self) -> list[Plan]:
         graph, least, whole = self.graph, self.smallest.peak_bytes, self.starts.save_what_constraints_allow()
-        levels = [least + (whole.peak_bytes - least) * step // settings.peak_levels for step in range(settings.peak_levels)]
+        steps = range(settings.peak_levels - 1, -1, -1)  # the plans of a level are starts of the next lower one
+        levels = [int(least * (whole.peak_bytes / least) ** (step / settings.peak_levels)) for step in steps if least]
         found = [*self.plans, self.smallest]
         with _without_garbage_collection(), self.limit.beside(1.0) as limit:
             search = LocalSearch(graph, limit)
