@@ -45,5 +45,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+import_module("autoremat.tools.accelerate_name").watch()
 if "torch" in sys.modules:
     import_module("autoremat.capture.tensor_names")  # so that `torch.ops.autoremat.named` is there without a look-up here

@@ -1,5 +1,6 @@
 """Parses memory budgets as users write them, and converts them to bytes."""
 
+import contextlib
 import math
 from numbers import Real
 
@@ -25,9 +26,12 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
 
     ``name`` and ``forms`` appear in the error. Raises ``OptionsError`` for a value that is not accepted.
     """
-    if value is None:
+    if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
         return None
     if isinstance(value, str):
+        if (number := _number(value)) is not None:
+            refuse_likely_percent(number, name, forms)
+            return parse_budget(number, name, forms)
         percent = parse_percent(value)
         return text_to_bytes(value, name, forms) if percent is None else _share(percent, value, name, forms)
     count = as_int(value)
@@ -46,6 +50,28 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
             f"Accepted: {forms}"
         )
     return _share(share, value, name, forms)
+
+
+def _number(text: str) -> int | float | None:
+    """Returns the number that is the whole text, as environments and configuration files pass it; None if it is none."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return None
+
+
+def refuse_likely_percent(value: object, name: str, forms: str) -> None:
+    """Raises ``OptionsError`` for a budget of 2 to 100 that a user gives without a unit.
+
+    No training step fits into so few bytes, so the error asks whether GiB or per cent are meant. A single byte asks for the
+    least memory possible.
+    """
+    count = as_int(value)
+    if count is not None and (question := likely_budget(count)):
+        raise OptionsError(
+            f"{name}={value!r} is {count} bytes, and no training step is that small. {question}"
+            f'For bytes write "{count}B". Accepted: {forms}'
+        )
 
 
 def _share(share: float, value: object, name: str, forms: str) -> float:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Scope
 from autoremat.report.text_tables import short_source
 from autoremat.torch_private import tensor_identity
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 NAMES = "autoremat_names"
 """The key in ``node.meta["custom"]`` of the model's call that a node belongs to, and of its result's names.
@@ -125,6 +127,25 @@ def identity(gm: fx.GraphModule) -> str:
     """Returns text that changes with scopes and names, which constraints refer to and the graph's own text does not show."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     return repr([(scopes(node), names(node)) for graph in graphs for node in graph.nodes])
+
+
+def beside_the_loss(module: fx.GraphModule) -> tuple[str, int]:
+    """Returns what Dynamo's graph returns beside a scalar loss, in a sentence with advice, and its bytes; "", 0 for nothing."""
+    (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
+    tensors = {node: node.meta.get("example_value") for node in returned if isinstance(node, fx.Node)}
+    found = {node: tensor for node, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    sizes = {node: size_hint(tensor.numel()) * tensor.element_size() for node, tensor in found.items() if tensor.dim()}
+    if len(sizes) == len(found) or not sizes:
+        return "", 0
+    caches = [node for node in sizes if "cache_utils.py" in (node.meta.get("stack_trace") or "")]
+    names = [f"{node.name} ({format_bytes(size)})" for node, size in sizes.items() if node not in caches]
+    if caches:
+        names.append(f"a cache of {len(caches)} tensors ({format_bytes(sum(map(sizes.__getitem__, caches)))})")
+    set_what = "set use_cache=False, and " if caches else ""
+    return (
+        f"the compiled function returns more than its loss: {', '.join(names)}, which stay live until the backward ends: "
+        f"{set_what}return the loss alone"
+    ), sum(sizes.values())
 
 
 def begin_of(graph: fx.Graph) -> str:

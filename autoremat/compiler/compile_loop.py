@@ -266,5 +266,5 @@ def _error(planned: BudgetedGraph, verdict: Infeasible) -> Exception:
     sizes = note_on_sizes(planned.priced.joint.module.graph)
     remedies = (sizes, host_remedy(planned.priced.captured, planning.smallest, request, card, room))
     budget, least = report.budget_bytes or 0, verdict.minimum_bytes
-    error = infeasible(planning, request.limits, budget, report.device, least, remedies, plan_file=planned.plan_file)
+    error = infeasible(planning, request, budget, report.device, least, remedies, plan_file=planned.plan_file)
     return error.asked_as(report.budget_share, report.reference_bytes)

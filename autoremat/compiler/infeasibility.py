@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.progress import now
 from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.forms import host_remedy
+from autoremat.compiler.hints import WORTH
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.shares import counted
@@ -17,9 +18,9 @@ from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.report.binding import parts_of_peak, remedies_for_model, remedy_for
+from autoremat.report.binding import RETURN_LESS, parts_of_peak, remedies_for_model, remedy_for
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
-from autoremat.request.limits import Limits
+from autoremat.request.request import Request
 
 NAMES = {TensorCategory.WORKSPACE: "workspace of ", TensorCategory.GRADIENT: "gradient "}
 """Words before the name of a live tensor, by category."""
@@ -27,7 +28,7 @@ NAMES = {TensorCategory.WORKSPACE: "workspace of ", TensorCategory.GRADIENT: "gr
 
 def infeasible(
     planning: PlanningResult,
-    limits: Limits,
+    request: Request,
     budget: int,
     device: str,
     minimum: int,
@@ -36,10 +37,10 @@ def infeasible(
 ) -> BudgetInfeasible:
     """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
 
-    ``limits`` add what their origin advises, or the figures of all graphs that share the budget. ``figures`` are further
-    ones of the error.
+    The limits of ``request`` add what their origin advises, or the figures of all graphs that share the budget. ``figures`` are
+    further ones of the error.
     """
-    smallest = planning.smallest
+    smallest, limits = planning.smallest, request.limits
     moment, parts = peak_of(smallest), parts_of_peak(smallest)
     live = () if moment is None else moment.live
     occupants = [Occupant(NAMES.get(t.sort, "") + t.name, t.bytes, t.module, t.source) for t in live]
@@ -51,7 +52,7 @@ def infeasible(
         "lower_bound_bytes": planning.lower_bound_bytes,
         "occupants": occupants,
         "device": device,
-        "remedies": (*limits.remedies(minimum - budget), *remedies, *(remedy_for(kind) for kind, _ in parts[:1])),
+        "remedies": (*limits.remedies(minimum - budget), *remedies, *_remedies(request, parts, minimum)),
         "parts": parts,
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),
@@ -59,6 +60,14 @@ def infeasible(
     if limits.common is not None:
         figures |= limits.common.figures(max(0, minimum - budget), limits.advice)
     return BudgetInfeasible(**figures)
+
+
+def _remedies(request: Request, parts: Sequence[tuple[str, int]], minimum: int) -> Iterator[str]:
+    """Yields what lowers the largest part of the minimum peak, and what the function returns beside its loss."""
+    if parts and not (request.returned and remedy_for(parts[0][0]) == RETURN_LESS):
+        yield remedy_for(parts[0][0])
+    if request.returned_bytes > WORTH * minimum:
+        yield request.returned
 
 
 def no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int) -> BudgetInfeasible:
@@ -81,8 +90,8 @@ def no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int, 
     own = remedies_for_model(smallest, chosen.priced.graph)
     remedies: tuple[str, ...] = (choice.remedy, note_on_sizes(chosen.priced.joint.module.graph), host, *own)
     return infeasible(
-        chosen.planning, limits, budget, device, least, remedies, plan_file=chosen.plan_file, unconstrained_bytes=unconstrained,
-        is_simulated=context.request.fuses, loss_chunks=chosen.chunks,
+        chosen.planning, context.request, budget, device, least, remedies, plan_file=chosen.plan_file,
+        unconstrained_bytes=unconstrained, is_simulated=context.request.fuses, loss_chunks=chosen.chunks,
     )  # fmt: skip
 
 
@@ -111,7 +120,7 @@ def _no_plan_keeps_both(
     minimum = least.peak_bytes + headroom + (observed if observed < budget else 0)
     return infeasible(
         dataclasses.replace(planning, smallest=least),
-        context.request.limits,
+        context.request,
         budget,
         taken.priced.captured.device.name,
         max(minimum, budget + 1),

@@ -11,6 +11,7 @@ from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import note_on_settings
 from autoremat.compiler.dynamic_shapes import note_on_sizes
+from autoremat.compiler.hints import hints_of
 from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.loss_chunking import ChunkingChoice
 from autoremat.planner.cost import device_memory
@@ -80,6 +81,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         unused_forms=priced.unused_forms,
         constraint_warnings=taken.constrained.warnings,
         notes=tuple(filter(None, notes)),
+        hints=hints_of(plan, planning, priced, context),
         code_headroom_bytes=facts.code_headroom_bytes,
         unknown_workspaces=captured.unknown_workspaces,
         limit_bytes=_limit_on(plan, facts, context),

@@ -10,6 +10,7 @@ from autoremat.basics.errors import BudgetWarning, best_effort_message
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.forms import warn_of_unused_forms
+from autoremat.compiler.hints import give_once
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
 from autoremat.compiler.transfer_check import checked_transfers
@@ -69,6 +70,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             'on_infeasible="best_effort" runs the step anyway',
             BudgetWarning,
         )
+    give_once(report.hints)
     log.info("%s", report.summary())
     trace_artifact("autoremat_report", report.to_json)
     add_report(report)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoremat.basics import environment
+from autoremat.basics.budget import refuse_likely_percent
 from autoremat.basics.checks import flag, one_of, options_of, positive_seconds, refused, underscored
 from autoremat.basics.environment import BUDGET as ENVIRONMENT_VARIABLE
 from autoremat.basics.environment import COST_MODEL as COST_MODEL_VARIABLE
@@ -169,7 +170,7 @@ class Options:
         """
         given = underscored(options_of(options))
         own = {key: value for key, value in given.items() if key in OWN_KEYS}
-        values.refuse_likely_percent(own.get("memory_budget"), "memory_budget")
+        refuse_likely_percent(own.get("memory_budget"), "memory_budget", values.BUDGET_FORMS)
         foreign = {key: value for key, value in given.items() if key not in OWN_KEYS}
         if foreign:
             known = inductor_keys()
@@ -204,7 +205,7 @@ def configure(**options: "Unpack[OptionValues]") -> None:
     given: dict[str, Any] = dict(options)
     if unknown := [key for key in given if key not in OWN_KEYS]:
         raise _unknown_key(unknown[0], ())
-    values.refuse_likely_percent(options.get("memory_budget"), "memory_budget")
+    refuse_likely_percent(options.get("memory_budget"), "memory_budget", values.BUDGET_FORMS)
     checked = Options(**given)
     _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
     shown = _configured.get("progress")
@@ -239,7 +240,7 @@ def _environment(given: Collection[str]) -> dict[str, object]:
     variables = (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE)
     budget, model, policy, progress = map(environment.said, variables)
     if budget and "memory_budget" not in given:
-        found["memory_budget"] = _budget_from_text(budget)
+        found["memory_budget"] = values.budget(budget, ENVIRONMENT_VARIABLE)
     if model and "cost_model" not in given:
         found["cost_model"] = one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
     if policy and "policy" not in given:
@@ -247,20 +248,6 @@ def _environment(given: Collection[str]) -> dict[str, object]:
     if progress and "progress" not in given:
         found["progress"] = progress_in_environment()
     return found
-
-
-def _budget_from_text(text: str) -> Budget:
-    if text.lower() == "none":
-        return None
-    value: object = text
-    for number in (int, float):
-        try:
-            value = number(text)
-            break
-        except ValueError:
-            continue
-    values.refuse_likely_percent(value, ENVIRONMENT_VARIABLE)
-    return values.budget(value, ENVIRONMENT_VARIABLE)
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from numbers import Real
 
-from autoremat.basics.budget import FORMS_ANYWHERE, likely_budget, likely_share, parse_budget
+from autoremat.basics.budget import FORMS_ANYWHERE, likely_share, parse_budget
 from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, refused, text_to_bytes
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
@@ -42,20 +42,6 @@ def budget(value: object, name: str) -> Budget:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     return parse_budget(value, name, BUDGET_FORMS)
-
-
-def refuse_likely_percent(value: object, name: str) -> None:
-    """Raises ``OptionsError`` for a budget of 2 to 100 that a user gives without a unit.
-
-    No training step fits into so few bytes, so the error asks whether GiB or per cent are meant. A single byte asks for the
-    least memory possible.
-    """
-    count = as_int(value)
-    if count is not None and (question := likely_budget(count)):
-        raise OptionsError(
-            f"{name}={value!r} is {count} bytes, and no training step is that small. {question}"
-            f'For bytes write "{count}B". Accepted: {BUDGET_FORMS}'
-        )
 
 
 def headroom(value: object) -> int:

@@ -14,11 +14,12 @@ from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
 
+RETURN_LESS = "return less from the compiled function, such as the loss without the logits"
 REMEDIES: dict[str, str] = {
     "gradients": "free gradients early: run the optimizer in the backward, shard (FSDP2's fully_shard), or train fewer "
     "parameters (LoRA, frozen layers)",
-    "outputs of the forward": "return less from the compiled function, such as the loss without the logits",
-    "tangents": "return less from the compiled function, such as the loss without the logits",
+    "outputs of the forward": RETURN_LESS,
+    "tangents": RETURN_LESS,
     TensorCategory.OTHER_CALLS.value: "keep fewer micro-batches in flight",
 }
 """Remedies by kind. A smaller batch or a shorter sequence helps against all others."""

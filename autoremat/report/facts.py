@@ -49,6 +49,8 @@ class PlanningFacts(Pricing):
     """Ranks of a distributed job that share this plan. Empty if the process planned by itself."""
     notes: tuple[str, ...] = ()
     """Further remarks on these figures."""
+    hints: tuple[str, ...] = ()
+    """What may have been overlooked: no budget, checkpoints left on in the model, outputs beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from autoremat.basics.budget import FORMS_ANYWHERE
 from autoremat.basics.errors import BudgetWarning, OptionsError, OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
+from autoremat.capture.source_info import beside_the_loss
 from autoremat.measure.machine import share_of_host_memory
 from autoremat.options.options import Options
 from autoremat.planner.cost import device_memory
@@ -63,7 +64,11 @@ def _request_of(budget: Budget, options: Options, around: Surroundings) -> Reque
     calls = options.open_calls
     limits = _limits_of(budget, options, around, calls)
     if around.why_broken is None:
-        return Request.of(options, limits, calls)
+        request = Request.of(options, limits, calls)
+        if around.module is None:
+            return request
+        returned, returned_bytes = beside_the_loss(around.module)
+        return replace(request, returned=returned, returned_bytes=returned_bytes)
     why = f" ({in_few_words(around.why_broken).partition('. ')[0]})" if around.why_broken else ""
     advice = (
         f"this is one graph of several, for Dynamo broke the function{why}: share one budget among them, by "

@@ -34,6 +34,9 @@ class Request:
     on_infeasible: str = "raise"
     """What happens if no plan fits: an option's value, or ``AS_A_STEP``."""
     on_planning_error: str = "fallback"
+    returned: str = field(default="", compare=False)
+    """What the compiled function returns beside its loss, and what to do about it; empty for nothing."""
+    returned_bytes: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, options: Options, limits: Limits, calls: OpenCalls | None = None) -> Request:

@@ -1,4 +1,4 @@
-"""Registers the backend with other libraries."""
+"""Gives code that asks for Inductor this backend."""
 
 from __future__ import annotations
 
@@ -9,31 +9,6 @@ from typing import Any
 import torch
 
 from autoremat.torch_private import hooks
-
-NAME = "AUTOREMAT"
-
-
-def accept_in_accelerate() -> None:
-    """Makes Accelerate, and with it Hugging Face's Trainer, accept "autoremat" as the name of a backend.
-
-    Both look names up in the enumeration ``DynamoBackend``, which contains a fixed list. This function adds the name in this
-    process. A model that you compile yourself (``model.compile(backend="autoremat")``) does not need it.
-
-    Raises ``ImportError`` if Accelerate is not installed.
-    """
-    from accelerate.utils import DynamoBackend
-
-    if any(str(getattr(backend, "value", "")) == NAME for backend in DynamoBackend):
-        return  # a later version may know the name
-    ours: Any = str.__new__(DynamoBackend, NAME)
-    ours._name_ = ours._value_ = NAME
-    otherwise = DynamoBackend._missing_
-
-    def look_up(value: object) -> Any:
-        return ours if value == NAME else otherwise(value)
-
-    DynamoBackend._member_map_[NAME] = ours  # copies of members are looked up by name here before Python 3.11.4
-    DynamoBackend._missing_ = look_up  # the hook of enumerations for unknown values
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import register_backend as register_backend
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 

@@ -1,15 +1,14 @@
-"""Accelerate: compile the model and then prepare it, or let Accelerate compile it by the backend's name."""
+"""Accelerate compiles the model that it prepares, with the options of its plugin."""
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
 from tiny_model import Tokens, tiny_llama
 
 import autoremat
-from autoremat.tools import integrations
 
-autoremat.configure(memory_budget=0.6)
-integrations.accept_in_accelerate()
-accelerator = Accelerator(cpu=True, dynamo_backend="autoremat", gradient_accumulation_steps=2)
+plugin = TorchDynamoPlugin(backend="autoremat", options={"memory_budget": 0.6})
+accelerator = Accelerator(cpu=True, dynamo_plugin=plugin, gradient_accumulation_steps=2)
 model = tiny_llama()
 model.train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,8 +1,6 @@
-"""Hugging Face's Trainer, which passes only the backend's name.
+"""Hugging Face's Trainer: the name of the backend has the budget, as bytes ("autoremat:6GiB") or a share.
 
 It needs no `activation_checkpointing` (formerly `gradient_checkpointing`) and no `use_cache=False`.
-
-The budget comes from `autoremat.configure`, or from AUTOREMAT_MEMORY_BUDGET.
 """
 
 import tempfile
@@ -11,15 +9,11 @@ from tiny_model import Tokens, tiny_llama
 from transformers import Trainer, TrainingArguments
 
 import autoremat
-from autoremat.tools import integrations
 
-autoremat.configure(memory_budget=0.6)
-integrations.accept_in_accelerate()  # which otherwise refuses the names of backends that it does not know
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         output_dir=folder,
-        torch_compile=True,
-        torch_compile_backend="autoremat",
+        torch_compile_backend="autoremat:0.6",
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         max_steps=2,

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: compile the network inside the module, and train as usual."""
+"""PyTorch Lightning: compile the module, and train as usual."""
 
 import lightning
 import torch
@@ -11,7 +11,6 @@ class LanguageModel(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network = tiny_llama()
-        self.network.compile(backend="autoremat", options={"memory_budget": 0.6})
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         return self.network(**batch).loss
@@ -29,5 +28,6 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(LanguageModel(), torch.utils.data.DataLoader(Tokens(), batch_size=4))
+model = torch.compile(LanguageModel(), backend="autoremat", options={"memory_budget": 0.6})
+trainer.fit(model, torch.utils.data.DataLoader(Tokens(), batch_size=4))
 print(autoremat.reports()[-1].summary())

@@ -50,7 +50,7 @@ SECONDS = COUNTS | {"65537", "0.0009", "0.5", "1.0", "3.0", "70.0", "1e-300", "i
 SHARES = {"0.5", "1.0", "'70%'", "float32", "Fraction"}
 
 ACCEPTED: dict[str, set[str]] = {
-    "memory_budget": SHARES | BYTES - {"2", "70", "100", "int64"} | {"None", "'auto'"},
+    "memory_budget": SHARES | BYTES - {"2", "70", "100", "int64"} | {"None", "'none'", "'auto'", "'0.7'"},
     "max_slowdown": SHARES | {"None", "'free'", "0", "1", "0.0", "0.0009", "'0.05%'", "1e-300"},
     "host_memory": BYTES | {"None", "'auto'"},
     "store": {"None"},

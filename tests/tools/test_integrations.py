@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
+import re
 import runpy
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -57,23 +61,45 @@ def test_every_example_is_tested():
     assert {path.stem for path in FOLDER.glob("*.py")} == {*NEEDS, "tiny_model"}
 
 
-@pytest.fixture
-def accelerates_own_names(monkeypatch):
-    backends = pytest.importorskip("accelerate.utils", reason="needs accelerate, of the extra `integrations`").DynamoBackend
-    monkeypatch.setattr(backends, "_missing_", backends._missing_)
-    monkeypatch.setattr(backends, "_member_map_", dict(backends._member_map_))
-    return backends
-
-
-def test_accelerate_takes_our_name_and_no_others(accelerates_own_names):
-    from accelerate.utils import TorchDynamoPlugin
-
-    integrations.accept_in_accelerate()
-    integrations.accept_in_accelerate()
-    assert TorchDynamoPlugin(backend="autoremat").to_kwargs()["backend"] == "autoremat"
-    assert copy.deepcopy(accelerates_own_names("AUTOREMAT")) == accelerates_own_names("AUTOREMAT")
+def test_accelerate_takes_our_names_and_no_others():
+    accelerate = pytest.importorskip("accelerate.utils", reason="needs accelerate, of the extra `integrations`")
+    plugin = accelerate.TorchDynamoPlugin
+    assert plugin(backend="autoremat").to_kwargs() == {"backend": "autoremat"}
+    assert plugin(backend="autoremat:6GiB").to_kwargs() == {"backend": "autoremat:6gib"}
+    assert copy.deepcopy(accelerate.DynamoBackend("AUTOREMAT")) == accelerate.DynamoBackend("AUTOREMAT")
     with pytest.raises(ValueError, match="not a valid DynamoBackend"):
-        TorchDynamoPlugin(backend="autorematic")
+        plugin(backend="autorematic")
+
+
+def test_a_name_with_a_budget_is_a_backend_of_torch():
+    accelerate = pytest.importorskip("accelerate.utils", reason="needs accelerate, of the extra `integrations`")
+    autoremat.configure(compiler="aot_eager", cost_model="roofline")
+    settings = accelerate.TorchDynamoPlugin(backend="autoremat:1MiB").to_kwargs()
+    torch.compile(Layer(), **settings)(torch.randn(4, 8)).sum().backward()
+    assert autoremat.reports()[-1].budget_bytes == 2**20
+
+
+@pytest.mark.slow
+def test_the_entry_point_makes_the_trainers_arguments_work_without_an_import(tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra `integrations`")
+    pytest.importorskip("accelerate", reason="needs the extra `integrations`")
+    installed = tmp_path / "autoremat_as_installed-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: autoremat-as-installed\nVersion: 0\n")
+    project = (ROOT / "pyproject.toml").read_text()
+    (call,) = re.findall(r'"torch\.backends"\].*\nautoremat = "(.*)"', project)
+    (installed / "entry_points.txt").write_text(f"[torch.backends]\nautoremat = {call}\n")
+    program = (
+        "from transformers import TrainingArguments\n"
+        "TrainingArguments(output_dir='out', torch_compile_backend='autoremat:0.6', use_cpu=True)\n"
+        "from accelerate.utils import TorchDynamoPlugin\n"
+        "print(TorchDynamoPlugin(backend='autoremat:0.6').to_kwargs())\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert "autoremat:0.6" in done.stdout, done.stderr
 
 
 class Layer(nn.Module):
