@@ -30,8 +30,6 @@ from autoremat.planner.cost import (
     assumed_interconnect,
     cuda_device,
     datasheet,
-    kernel_seconds,
-    seconds_of_arithmetic,
     sent_bytes,
     steps_of,
 )
@@ -105,7 +103,7 @@ def product(row: Row) -> Predictions:
     m, n, k = (int(row[side]) for side in "mnk")
     flops, moved = 2 * m * n * k, HALF * (m * k + k * n + m * n)
     kind = "products below 1 GFLOP" if flops < 1e9 else "products to 100 GFLOP" if flops < 1e11 else "products above"
-    now = kernel_seconds(flops, moved, card_of(row), (Product(m, n, k),))
+    now = card_of(row).kernel_seconds(flops, moved, (Product(m, n, k),))
     return kind, before(row["card"], flops, moved), now
 
 
@@ -113,7 +111,7 @@ def product_float8(row: Row) -> Predictions:
     m, n, k = (int(row[side]) for side in "mnk")
     flops, moved = 2 * m * n * k, m * k + k * n + HALF * m * n
     kind = "float8 products to 100 GFLOP" if flops < 1e11 else "float8 products above"
-    now = kernel_seconds(flops, moved, card_of(row, "float8_e4m3fn"), (Product(m, n, k),))
+    now = card_of(row, "float8_e4m3fn").kernel_seconds(flops, moved, (Product(m, n, k),))
     return kind, before(row["card"], flops, moved), now
 
 
@@ -124,7 +122,7 @@ def product_of_type(row: Row) -> Predictions:
     """
     side = int(row["side"])
     shape, flops, moved = (Product(side, side, side),), 2 * side**3, 3 * HALF * side**2
-    mine, half = (kernel_seconds(flops, moved, card_of(row, dtype), shape) for dtype in (row["type"], "bfloat16"))
+    mine, half = (card_of(row, dtype).kernel_seconds(flops, moved, shape) for dtype in (row["type"], "bfloat16"))
     if row["type"] == "float32":
         return "float32 products", before(row["card"], flops, moved), mine
     measured = float(row["bfloat16_microseconds"]) / 1e6
@@ -139,7 +137,7 @@ def attention(row: Row) -> Predictions:
     batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
     flops, moved = 4 * batch * heads * tokens**2 * width, 4 * HALF * batch * heads * tokens * width
     causal = row["causal"] == "1"
-    now = kernel_seconds(flops, moved, card_of(row), Attention(width, tokens, causal))
+    now = card_of(row).kernel_seconds(flops, moved, Attention(width, tokens, causal))
     return "attention, causal" if causal else "attention", before(row["card"], flops, moved), now
 
 
@@ -150,16 +148,16 @@ def attention_by_cudnn(row: Row) -> Predictions:
     flops, moved = (flops * 5 // 2, 2 * moved) if backward else (flops, moved)
     shape = Attention(width, tokens, causal, backward, AttentionKernel.CUDNN)
     kind = "attention by cuDNN" + ", backward" * backward
-    return kind, before(row["card"], flops, moved), kernel_seconds(flops, moved, card_of(row), shape)
+    return kind, before(row["card"], flops, moved), card_of(row).kernel_seconds(flops, moved, shape)
 
 
 def arithmetic(row: Row) -> Predictions:
     """Predicts a fused kernel that repeats an op, reads two tensors and writes one."""
     moved, times = 3 * HALF * int(row["elements"]), int(row["times"])
-    traffic = kernel_seconds(0, moved, card_of(row))
+    traffic = card_of(row).kernel_seconds(0, moved)
     work = Work((Task(Rate(row["rate"]), int(row["elements"]), count=times),))
     kind = "fused arithmetic, " + ("at most 4 ops" if times <= 4 else "more")
-    return kind, before(row["card"], 0, moved), max(traffic, seconds_of_arithmetic(work, card_of(row)))
+    return kind, before(row["card"], 0, moved), max(traffic, card_of(row).seconds(work))
 
 
 def collective(row: Row) -> Predictions:
@@ -172,7 +170,7 @@ def collective(row: Row) -> Predictions:
 
 def stream(row: Row) -> Predictions:
     moved = int(row["bytes"])
-    now = kernel_seconds(0, moved, card_of(row))
+    now = card_of(row).kernel_seconds(0, moved)
     kind = f"{row['op']}, {'beyond' if moved > LARGEST_CACHE else 'within'} the L2 cache"
     return kind, before(row["card"], 0, moved), now
 

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoremat.basics.errors import BudgetInfeasible, find_cause
 from autoremat.capture.capture import Capture, capture
-from autoremat.capture.pricing import priced
+from autoremat.capture.pricing import Prices
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
@@ -196,9 +196,8 @@ class Bench:
         record = self.records[method]
         found = {}
         for model in COST_MODELS:
-            captured, _ = priced(record.captured, model)
-            plan = Plan.of(captured.graph, record.schedule)
-            found[model] = captured.graph.step_seconds, plan.cost_seconds
+            graph = capture(record.captured.joint, record.captured.num_fwd_outputs, fuses=True, prices=Prices(model)).graph
+            found[model] = graph.step_seconds, Plan.of(graph, record.schedule).cost_seconds
         return found
 
 

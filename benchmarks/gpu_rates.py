@@ -30,8 +30,6 @@ from autoremat.planner.cost import (
     Work,
     assumed_host_link,
     cuda_device,
-    kernel_seconds,
-    seconds_of_arithmetic,
 )
 
 ROUNDS, LAUNCHES = 7, 20
@@ -98,7 +96,7 @@ def random(*sizes: int) -> torch.Tensor:
 
 def products(rehearsed: bool) -> Iterator[Case]:
     for m, n, k in TINY_PRODUCTS if rehearsed else PRODUCTS:
-        predicted = kernel_seconds(2 * m * n * k, HALF * (m * k + k * n + m * n), device(), (Product(m, n, k),))
+        predicted = device().kernel_seconds(2 * m * n * k, HALF * (m * k + k * n + m * n), (Product(m, n, k),))
         yield Case(f"{m} x {n} x {k}", functools.partial(torch.mm, random(m, k), random(k, n)), predicted)
 
 
@@ -114,7 +112,7 @@ def attentions(rehearsed: bool, backward: bool) -> Iterator[Case]:
                 out = run()
                 run = functools.partial(torch.autograd.grad, out, operands, torch.ones_like(out), retain_graph=True)
             shape = Attention(width, tokens, causal, backward, kernel)
-            predicted = kernel_seconds(flops * 5 // 2 if backward else flops, moved * (1 + backward), device(), shape)
+            predicted = device().kernel_seconds(flops * 5 // 2 if backward else flops, moved * (1 + backward), shape)
             # Autograd runs on the stream of the forward, which no graph can record.
             yield Case(f"{batch} x {heads} x {tokens} x {width}{', causal' * causal}", run, predicted, in_graph=not backward)
 
@@ -123,7 +121,7 @@ def streams(rehearsed: bool) -> Iterator[Case]:
     for count in TINY if rehearsed else STREAMS:
         a, b, out = (random(count) for _ in range(3))
         yield Case(
-            f"{count} elements", functools.partial(torch.add, a, b, out=out), kernel_seconds(0, 3 * HALF * count, device())
+            f"{count} elements", functools.partial(torch.add, a, b, out=out), device().kernel_seconds(0, 3 * HALF * count)
         )
 
 
@@ -167,7 +165,7 @@ def with_chain(gradient: torch.Tensor, x: torch.Tensor, links: int) -> torch.Ten
 def predicted_chain(rate: Rate, count: int, links: int) -> float:
     """Returns the predicted seconds of a kernel that reads two tensors, repeats an op on one and writes one."""
     work = Work((Task(rate, count, count=links),))
-    return max(kernel_seconds(0, 3 * HALF * count, device()), seconds_of_arithmetic(work, device()))
+    return max(device().kernel_seconds(0, 3 * HALF * count), device().seconds(work))
 
 
 def chains(rehearsed: bool) -> Iterator[Case]:

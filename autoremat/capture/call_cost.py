@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoremat.capture.work import FUSED_SHARE
 from autoremat.measure.signatures import arguments
 from autoremat.ops import collectives, declarations, op_traits
 from autoremat.ops.tensors import tensor_bytes, tensors_in
-from autoremat.ops.work import FUSED_SHARE
 from autoremat.planner.graph.op import Kind, Trait
 from autoremat.torch_private import higher_order, symbolic_sizes, tensor_identity
 from autoremat.workspaces.formulas import (
@@ -112,20 +112,6 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
     sizes = [workspace_bytes(node, args, kwargs, result, runs_on, layout) for layout in layouts]
     known = [size for size in sizes if size is not None]
     return max(known) if len(known) == len(sizes) else None
-
-
-ARITHMETIC_SHARE = 0.1
-"""The share of a fused pointwise op's seconds that remains if it moves no memory."""
-
-
-def traffic_of(node: fx.Node, moved_bytes: int, fuses: bool) -> int:
-    """Returns the bytes to charge ``node`` for. A fused pointwise op moves only its share of the chain's traffic."""
-    return moved_bytes // FUSED_SHARE if fuses and op_traits.kind_of(node) is Kind.POINTWISE else moved_bytes
-
-
-def is_launched(node: fx.Node, fuses: bool) -> bool:
-    """Returns True if the call is a kernel of its own, whatever the plan is."""
-    return not fuses or (op_traits.kind_of(node) is Kind.EXTERN and not op_traits.adds_to_product(node))
 
 
 def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
@@ -225,7 +211,8 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
             continue
         cost = cost_of(node, device_type, runs_on, fuses)
         unknown |= cost.unknown
-        flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes, fuses)
+        share = FUSED_SHARE if fuses and op_traits.kind_of(node) is Kind.POINTWISE else 1
+        flops, moved = flops + cost.flops, moved + cost.moved_bytes // share
         excess = iter(cost.excess_bytes)
         for tensor in _tensors(node):
             if _key(tensor) not in born:

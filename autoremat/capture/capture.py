@@ -23,26 +23,16 @@ from autoremat.basics.errors import CaptureError, OptionWarning
 from autoremat.basics.warn import warn_user
 from autoremat.capture import call_cost, communication
 from autoremat.capture.builder import Alias, Builder, flatten, written_values
-from autoremat.capture.kernel_shapes import product_type, shapes_of
+from autoremat.capture.pricing import Pricer, Prices
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.batch_norms import RESULTS, averages_of
 from autoremat.ops.reductions import ends_pass
 from autoremat.ops.tensors import tensor_bytes
-from autoremat.ops.work import arithmetic_of
-from autoremat.planner.cost import (
-    Device,
-    cpu_device,
-    cuda_device,
-    kernel_seconds,
-    roofline_seconds,
-    saving_seconds_per_byte,
-    seconds_of_arithmetic,
-)
+from autoremat.planner.cost import Device, Pricing, cpu_device, cuda_device
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.machine import Machine
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
-from autoremat.torch_private import compilers, joint_graphs
+from autoremat.torch_private import joint_graphs
 from autoremat.workspaces.measurement import one_graph
 
 
@@ -60,6 +50,8 @@ class Capture:
     device: Device
     runs_on: str
     """The type of the planned device. The trace may run on another device that represents it."""
+    pricing: Pricing
+    """Where the seconds of the ops come from."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels with unknown workspaces. For these, an estimate counts, or 0."""
 
@@ -178,7 +170,7 @@ def _op(
     node: fx.Node,
     backward: bool,
     overwritten: set[int],
-    device: Device,
+    pricer: Pricer,
     runs_on: str,
     named: tuple[str, ...],
 ) -> Op:
@@ -192,30 +184,15 @@ def _op(
     if overwritten.intersection(_read_again(builder, node)):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
-    moved = call_cost.traffic_of(node, cost.moved_bytes, builder.fuses)
-    if cost.flops:
-        device = device.of_type(product_type(node))
-    if call_cost.is_launched(node, builder.fuses):
-        seconds = kernel_seconds(cost.flops, moved, device, shapes_of(node))
-    else:
-        seconds = roofline_seconds(cost.flops, moved, device)
-    traffic = 0.0
-    if builder.fuses and op_traits.stays_in_kernel(node):
-        seconds, traffic = _with_arithmetic(node, seconds, device)
-    return Op(
-        node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
+    op = Op(
+        node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, 0.0, cost.flops,
         cost.moved_bytes, cost.workspace_bytes, op_traits.kind_of(node, runs_on), traits, _order_of(node), module,
         source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
-        op_traits.inlining_of(node, runs_on), traffic,
-        ends_pass(node, device.multiprocessors), op_traits.demanded(node),
+        op_traits.inlining_of(node, runs_on), ends_pass=ends_pass(node, pricer.sheet.multiprocessors),
+        demanded=op_traits.demanded(node),
     )  # fmt: skip
-
-
-def _with_arithmetic(node: fx.Node, traffic: float, device: Device) -> tuple[float, float]:
-    """Returns the seconds of a fused op as a kernel of its own, and the part of them that is memory traffic."""
-    arithmetic = seconds_of_arithmetic(arithmetic_of(node), device)
-    return (traffic + arithmetic, traffic) if arithmetic else (traffic, (1 - call_cost.ARITHMETIC_SHARE) * traffic)
+    return pricer.price(node, op)
 
 
 def _order_of(node: fx.Node) -> Constraint:
@@ -236,6 +213,10 @@ def _in_place(builder: Builder, node: fx.Node) -> tuple[int, ...]:
     return tuple(found)
 
 
+PRICES = Prices()
+"""Those of data sheets."""
+
+
 def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
     """Returns the type of the planned device: CUDA if a card is named, else the type of the device of the trace."""
     return joint_graphs.device_of(joint).type if cuda_name is None else "cuda"
@@ -247,8 +228,9 @@ def capture(
     fuses: bool,
     cuda_name: str | None = None,
     may_repeat_collectives: bool = False,
+    prices: Prices = PRICES,
 ) -> Capture:
-    """Returns the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
+    """Returns the priced graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
 
     With ``cuda_name``, the traced device represents the CUDA device of that name. With ``may_repeat_collectives``, all ranks
     follow the plan, so an all-gather may run again. Raises ``CaptureError``, with the node's name, if a node is not understood.
@@ -262,7 +244,7 @@ def capture(
     backward = _is_backward(builder, required)
     ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
     number = {node: index for index, node in enumerate(ordered)}
-    rates = device_rates(device, cuda_name)
+    pricer = Pricer(prices, device, device_rates(device, cuda_name), fuses)
     runs_on = runs_on_type(joint, cuda_name)
     overwritten = _overwritten_inputs(builder)
 
@@ -276,20 +258,19 @@ def capture(
     with one_graph():
         for node in ordered:
             with _naming(node):
-                ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on, named.get(node, ())))
+                ops.append(_op(builder, node, backward[node], overwritten, pricer, runs_on, named.get(node, ())))
     graph = Graph(
         ops=tuple(ops),
-        values=_values(builder, number, rates.allocation_bytes),
+        values=_values(builder, number, pricer.sheet.allocation_bytes),
         forward_outputs=computed(forward_outputs),
         backward_outputs=computed(backward_outputs),
         must_run=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
-        machine=Machine(
-            fuses, saving_seconds_per_byte(rates), rates.write_share, rates.overlaps_wholly, rates.launch_seconds,
-            fusion_groups_hold_buffers=fuses and runs_on == "cpu", most_reads=compilers.most_reads_inlined(),
-        ),
-    )  # fmt: skip
+        machine=pricer.machine(fuses and runs_on == "cpu"),
+    )
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
-    return Capture(joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, rates, runs_on, unknown)
+    return Capture(
+        joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, pricer.sheet, runs_on, pricer.pricing(), unknown
+    )
 
 
 def _values(builder: Builder, number: Mapping[fx.Node, int], unit: int) -> tuple[Value, ...]:

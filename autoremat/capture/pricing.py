@@ -1,84 +1,91 @@
-"""Prices a captured graph by one of the cost models.
+"""Prices the ops of a captured graph. The cost models differ in where the rates of the device come from.
 
-- ``roofline`` (the default): FLOPs and bytes by the rates of data sheets, as captured.
-- ``calibrated``: by the measured rates of the device (:mod:`autoremat.measure.calibration`).
+- ``roofline`` (the default): data sheets.
+- ``calibrated``: measurements of the device (:mod:`autoremat.measure.calibration`).
 
 Under both, collectives have the seconds of their process group's interconnect.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import fx
 
 from autoremat.basics.units import format_bytes
-from autoremat.capture.capture import Capture
+from autoremat.capture.work import arithmetic_of, work_of
 from autoremat.measure.calibration import rates_of
 from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
-from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rate, Rates
-from autoremat.torch_private import joint_graphs
+from autoremat.planner.cost import CostSource, Device, Interconnect, Links, LinkSource, Pricing, Rate, Rates, Work
+from autoremat.planner.graph.machine import Machine
+from autoremat.planner.graph.op import Op
+from autoremat.torch_private import compilers
 
 ROOFLINE, CALIBRATED = "roofline", "calibrated"
 
-
-NO_LINKS = Links()
-
-
-def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS, others: Rates | None = None) -> tuple[Capture, Pricing]:
-    """Returns ``captured`` with the seconds of ``cost_model``, and a summary of their cost sources.
-
-    ``links`` has the rates of process groups. ``others`` are the rates of another rank, which take the place of the device's
-    own. The first call for a device under ``calibrated`` measures.
-    """
-    device = joint_graphs.device_of(captured.joint)
-    rates = others or (rates_of(device) if cost_model != ROOFLINE else None)
-    sources = [CostSource.ASSUMED] * len(captured.graph.ops)
-    if rates is not None:
-        captured, sources = by_rates(captured, rates)
-    captured, used = _with_communication(captured, links)
-    for index, link in used.items():
-        sources[index] = CostSource.ASSUMED if link.source is LinkSource.ASSUMED else CostSource.CALIBRATED
-    seconds = (op.seconds for op in captured.graph.ops)
-    shown = ", ".join(sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in used.values()}))
-    model = ROOFLINE if rates is None else cost_model
-    return captured, Pricing.of(model, zip(seconds, sources, strict=True), shown)
+ARITHMETIC_SHARE = 0.1
+"""The share of a fused pointwise op's seconds that is arithmetic, where the rate of its arithmetic is unknown."""
 
 
-def _with_communication(captured: Capture, links: Links) -> tuple[Capture, dict[int, Interconnect]]:
-    """Returns ``captured`` with the seconds of its collectives, and the interconnect of each.
+@dataclass(frozen=True)
+class Prices:
+    """Where the seconds of ops come from."""
 
-    A collective takes at least the seconds of its own memory traffic. A wait that is an op of its own takes none.
-    """
-    ops, used = list(captured.graph.ops), dict[int, Interconnect]()
-    for index, (node, op) in enumerate(zip(captured.op_nodes, ops, strict=True)):
-        call = traffic_of_group(node)
+    cost_model: str = ROOFLINE
+    links: Links = field(default_factory=Links)
+    """The rates of process groups."""
+    others: Rates | None = None
+    """The rates of another rank, which take the place of the device's own."""
+
+
+class Pricer:
+    """Prices the ops of one graph, and counts where their seconds come from."""
+
+    def __init__(self, prices: Prices, device: torch.device, sheet: Device, fuses: bool) -> None:
+        self.prices, self.sheet, self.fuses = prices, sheet, fuses
+        self.measured = prices.others or (None if prices.cost_model == ROOFLINE else rates_of(device))
+        self.rates: Rates | Device = self.measured or sheet
+        self.sources: list[tuple[float, CostSource]] = []
+        self.links: set[Interconnect] = set()
+
+    def price(self, node: fx.Node, op: Op) -> Op:
+        """Returns ``op`` with its seconds.
+
+        A collective takes at least the seconds of its own memory traffic. A wait that is an op of its own takes none.
+        """
+        work = work_of(node, op, self.fuses)
+        is_calibrated = self.measured is not None and work.known
+        seconds, traffic = self._fused(node, work) if self.fuses and stays_in_kernel(node) else (self.rates.seconds(work), 0.0)
         if is_wait(node):
-            ops[index] = replace(op, seconds=0.0)
-        elif call is not None:
-            used[index] = link = links.of(call.group, call.ranks, captured.device.name)
-            ops[index] = replace(op, seconds=max(op.seconds, link.seconds(call.sent_bytes, call.steps)))
-    return (replace(captured, graph=replace(captured.graph, ops=tuple(ops))) if used else captured), used
+            seconds = 0.0
+        elif (call := traffic_of_group(node)) is not None:
+            link = self.prices.links.of(call.group, call.ranks, self.sheet.name)
+            seconds = max(seconds, link.seconds(call.sent_bytes, call.steps))
+            is_calibrated = link.source is not LinkSource.ASSUMED
+            self.links.add(link)
+        self.sources.append((seconds, CostSource.CALIBRATED if is_calibrated else CostSource.ASSUMED))
+        return replace(op, seconds=seconds, memory_bound_seconds=traffic)
 
+    def _fused(self, node: fx.Node, work: Work) -> tuple[float, float]:
+        """Returns the seconds of an op of a fused kernel, and the part of them for its share of the kernel's traffic."""
+        streamed = sum(task.amount for task in work.tasks if task.rate is Rate.STREAM)
+        traffic, arithmetic = self.rates.saving_seconds_per_byte / 2 * streamed, self.rates.seconds(arithmetic_of(node))
+        return (traffic + arithmetic, traffic) if arithmetic else (traffic, (1 - ARITHMETIC_SHARE) * traffic)
 
-def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]]:
-    """Returns ``captured`` with calibrated seconds, and the cost source of each op."""
-    graph = captured.graph
-    works = [work_of(node, op, graph.machine.fuses) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
-    ops, per_byte = [], rates.saving_seconds_per_byte / 2
-    for node, op, work in zip(captured.op_nodes, graph.ops, works, strict=True):
-        if graph.machine.fuses and stays_in_kernel(node):
-            traffic = per_byte * sum(task.amount for task in work.tasks if task.rate is Rate.STREAM)
-            seconds = traffic + rates.seconds(arithmetic_of(node))
-            ops.append(replace(op, seconds=seconds, memory_bound_seconds=traffic))
-        else:
-            ops.append(replace(op, seconds=rates.seconds(work), memory_bound_seconds=0.0))
-    machine = replace(graph.machine, saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=rates.launch_seconds)
-    graph = replace(graph, ops=tuple(ops), machine=machine)
-    sources = [CostSource.CALIBRATED if work.known else CostSource.ASSUMED for work in works]
-    return replace(captured, graph=graph), sources
+    def machine(self, groups_hold_buffers: bool) -> Machine:
+        """Returns the machine on which fused kernels have these rates."""
+        sheet, rates = self.sheet, self.rates
+        return Machine(
+            self.fuses, rates.saving_seconds_per_byte, sheet.write_share, sheet.overlaps_wholly, rates.launch_seconds,
+            groups_hold_buffers, compilers.most_reads_inlined(),
+        )  # fmt: skip
+
+    def pricing(self) -> Pricing:
+        """Returns a summary of the cost sources of all ops."""
+        shown = sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in self.links})
+        return Pricing.of(ROOFLINE if self.measured is None else self.prices.cost_model, self.sources, ", ".join(shown))
 
 
 def identity(cost_model: str, device: torch.device) -> str:

@@ -13,19 +13,20 @@ from autoremat.basics.progress import now
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.forms import groups_of_shards, without_shards
-from autoremat.capture.pricing import priced
+from autoremat.capture.pricing import Prices
 from autoremat.capture.replication import fingerprint, replicated_nodes
 from autoremat.compiler.forms import with_allowed_forms
 from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.constraints import without_saved_copies
-from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
+from autoremat.planner.cost import Interconnect, Links, Rates
 from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.graph.forms import SHARDS
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.request.limits import Limits
@@ -127,7 +128,6 @@ class PricedGraph:
 
     joint: JointGraph
     captured: Capture
-    pricing: Pricing
     kept_inputs: frozenset[int]
     """Numbers of the values that are inputs but neither parameters nor buffers. A saved input may stay live longer."""
     accumulated_bytes: int = 0
@@ -199,24 +199,23 @@ def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
 def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGraph | None:
     """Returns the capture of a prepared joint graph, with the seconds of the cost model; None if it has no backward."""
     now("capturing")
+    request = context.request
+    links = Links(request.options.interconnect_bandwidth, request.options.interconnect_latency, context.interconnects)
     captured = capture(
-        joint.module, joint.num_forward_outputs, context.request.fuses, context.cuda_name, context.may_repeat_collectives
-    )
+        joint.module, joint.num_forward_outputs, request.fuses, context.cuda_name, context.may_repeat_collectives,
+        Prices(request.options.cost_model, links, context.rates),
+    )  # fmt: skip
     if captured.graph.single_phase:
         return None
-    request = context.request
     accumulated = _parameter_gradient_bytes(joint, captured)
-    if request.limits.step_share is None:  # a profile counts open calls and gradients itself
+    if request.limits.step_share is None and request.calls != OpenCalls():  # a profile counts open calls and gradients itself
         captured = replace(captured, graph=request.calls.of(captured.graph, accumulated))
-    links = Links(request.options.interconnect_bandwidth, request.options.interconnect_latency, context.interconnects)
-    now(f"pricing {len(captured.graph.ops):,} ops")
-    captured, pricing = priced(captured, request.options.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
     unused: tuple[str, ...] = ()
     if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results
         gathers = links if context.may_repeat_collectives else None
         captured, unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link, gathers)
-    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated, unused)
+    return PricedGraph(joint, captured, _kept_inputs(joint, captured), accumulated, unused)
 
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:

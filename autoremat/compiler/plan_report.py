@@ -91,7 +91,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         seconds_without_budget=None if taken.time is None else taken.time.seconds,
         timed_minimum_bytes=None if taken.least is None else taken.least.peak_bytes,
         **shares,
-        **dataclasses.asdict(priced.pricing),
+        **dataclasses.asdict(priced.captured.pricing),
     )
 
 

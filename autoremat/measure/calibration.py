@@ -18,24 +18,13 @@ from autoremat.basics import disk_cache
 from autoremat.basics.progress import now
 from autoremat.measure.microbenchmarks import FUSED, VERSION, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.measure.timer import Stopwatch, measurable, outside_of_modes
-from autoremat.planner.cost import (
-    ELEMENT_BYTES,
-    SLOWEST,
-    TF32,
-    Curve,
-    Device,
-    Rate,
-    Rates,
-    cpu_device,
-    cuda_device,
-    curve_name,
-    datasheet,
-    datasheet_seconds,
-    is_plausible,
-)
+from autoremat.planner.cost import Curve, Rate, Rates, curve_name, datasheet
 from autoremat.torch_private import kernel_settings
 
 log = logging.getLogger("autoremat")
+
+ELEMENT_BYTES = 8
+"""Bytes moved per element: one 32-bit float read and one written."""
 
 LONGEST_RUN = 0.05
 """Seconds. A size with a longer expected time is skipped if a smaller size was measured."""
@@ -123,10 +112,9 @@ def _stored(key: str) -> Rates | None:
 
 
 def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
-    """Returns the rates of ``device``.
+    """Returns the rates of ``device``, each by the least time. ``compile_`` compiles fused arithmetic.
 
-    A rate is the least time, or the data sheet's if that is not plausible. ``compile_`` compiles fused arithmetic. Raises
-    ``RuntimeError`` if the device cannot do 32-bit arithmetic.
+    Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
     """
     every = {curve_name(recipe.rate, str(recipe.dtype).removeprefix("torch.")): recipe for recipe in recipes(device, compile_)}
     now(f"calibrating {device}")
@@ -138,49 +126,24 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
         found[name] = _points(recipe, Place(device, recipe.dtype), timer)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Rates(device_name(device), launch, _curves(every, found, launch, call, device))
+    return Rates(device_name(device), launch, _curves(every, found, launch, call, device.type == "cuda"))
 
 
 def _curves(
-    recipes: Mapping[str, Recipe], found: Mapping[str, Points], launch: float, call: float, device: torch.device
+    recipes: Mapping[str, Recipe], found: Mapping[str, Points], launch: float, call: float, is_card: bool
 ) -> dict[str, Curve]:
     """Returns the curves through measured points without the overhead of a launch or a call."""
-    curves, implausible = dict[str, Curve](), list[str]()
+    curves = dict[str, Curve]()
     for name, whole in sorted(found.items(), key=lambda pair: recipes[pair[0]].rate in FUSED):  # after that of streams
         arithmetic, moving = FUSED.get(recipes[name].rate), dict.fromkeys(whole, 0.0)
         overhead = launch if arithmetic is None else call
-        if arithmetic is not None and device.type == "cuda":  # what a CPU's cache holds, a card moves
+        if arithmetic is not None and is_card:  # what a CPU's cache holds, a card moves
             stream = curves[curve_name(Rate.STREAM)]
             moving = {amount: stream.seconds(ELEMENT_BYTES * amount / arithmetic.times) for amount in whole}
-        points = {amount: max(seconds - overhead - moving[amount], LEAST_SHARE * seconds) for amount, seconds in whole.items()}
-        plausible = _plausible(recipes[name], points, device)
-        if points:
-            curves[name] = Curve.through((plausible or _by_datasheet(recipes[name], points, device)).items())
-        if plausible != points:
-            implausible.append(name)
-    if implausible:
-        log.warning("autoremat: calibrated %s: data sheets give rates of times that no kernel has: %s", device, implausible)
+        if whole:
+            own = {amount: max(seconds - overhead - moving[amount], LEAST_SHARE * seconds) for amount, seconds in whole.items()}
+            curves[name] = Curve.through(own.items())
     return curves
-
-
-def _plausible(recipe: Recipe, points: Points, device: torch.device) -> Points:
-    """Returns the ``points`` that the data sheet does not contradict; all of them for a card without a data sheet."""
-    sheet = _datasheet(device, recipe.dtype)
-    if device.type == "cuda" and datasheet(sheet.name) is None:
-        return points
-    return {amount: seconds for amount, seconds in points.items() if is_plausible(recipe.rate, amount, seconds, sheet)}
-
-
-def _by_datasheet(recipe: Recipe, points: Points, device: torch.device) -> Points:
-    """Returns the data sheet's seconds for the amounts of ``points``. They replace measurements that are not plausible."""
-    return {amount: datasheet_seconds(recipe.rate, amount, _datasheet(device, recipe.dtype)) for amount in points}
-
-
-def _datasheet(device: torch.device, dtype: torch.dtype) -> Device:
-    if device.type == "cpu":
-        return cpu_device(torch.get_num_threads())
-    rounds = dtype is torch.float32 and kernel_settings.rounds_to_tf32()
-    return cuda_device(torch.cuda.get_device_name(device)).of_type(TF32 if rounds else str(dtype).removeprefix("torch."))
 
 
 def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:
@@ -189,20 +152,11 @@ def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:
     for size in recipe.sizes:
         try:
             amount, run = recipe.prepare(place, size)
-            if points and _expected(recipe, points, amount, _datasheet(place.device, place.dtype)) > LONGEST_RUN:
+            if points and max(points.values()) * amount / max(points) > LONGEST_RUN:
                 break
-            seconds = timer(run)
+            points[amount] = timer(run)
         except RuntimeError:
             if recipe.dtype is torch.float32 and not points:
                 raise
             break
-        points[amount] = seconds
     return points
-
-
-def _expected(recipe: Recipe, points: Points, amount: float, sheet: Device) -> float:
-    """Returns an upper estimate of the seconds of ``amount``, from smaller amounts whose last may have been disturbed."""
-    last = max(points)
-    if is_plausible(recipe.rate, last, points[last], sheet):
-        return points[last] * amount / last
-    return SLOWEST * datasheet_seconds(recipe.rate, amount, sheet)

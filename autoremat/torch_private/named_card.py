@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoremat.planner.cost.devices import Datasheet, device_memory
+from autoremat.planner.cost.datasheets import Datasheet, device_memory
 from autoremat.torch_private.hooks import Method, hooked, substituted
 from autoremat.torch_private.seen_on_card import CARD, decided_as_on_card, on_card
 

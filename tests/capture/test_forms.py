@@ -106,7 +106,7 @@ def test_masks_have_a_form_as_bits_with_or_without_a_host(small_values):
     form = mask.form("bits")
     assert form.device_bytes == mask.bytes // 8
     assert form.store.engine is form.load.engine is Engine.COMPUTE
-    read, written = graph.machine.read_seconds_per_byte, graph.machine.write_seconds_per_byte
+    read, written = graph.machine.traffic_seconds(1, 0), graph.machine.traffic_seconds(0, 1)
     assert form.store.seconds == pytest.approx(mask.bytes * (read + written / 8))
     assert form.load.seconds == pytest.approx(mask.bytes * (read / 8 + written))
 

@@ -15,7 +15,7 @@ from trained_steps import trained
 from wrapper_sources import replay_peak
 
 import autoremat
-from autoremat.capture.kernel_shapes import product_type, shapes_of
+from autoremat.capture.work import product_type, shapes_of
 from autoremat.planner.cost import TF32, Attention, AttentionKernel, Product
 
 aten = torch.ops.aten

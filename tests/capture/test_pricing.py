@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -18,11 +17,11 @@ import autoremat
 from autoremat.basics import disk_cache
 from autoremat.basics.errors import OptionsError, OptionWarning
 from autoremat.capture import capture as capturing
-from autoremat.capture import pricing
 from autoremat.capture.capture import Capture, capture
+from autoremat.capture.pricing import Prices
+from autoremat.capture.work import arithmetic_of, work_of
 from autoremat.measure import calibration
-from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.planner.cost import BATCH, CostSource, Curve, Rate, Rates, curve_name
+from autoremat.planner.cost import BATCH, Curve, Rate, Rates, curve_name
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import joint_graphs
@@ -46,12 +45,15 @@ def known_rates(request, monkeypatch, tmp_path):
     monkeypatch.setattr(calibration, "_known", known)
 
 
-def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, fuses: bool = True) -> Capture:
-    found = []
+def captured(
+    function: Callable[..., torch.Tensor], *inputs: torch.Tensor, fuses: bool = True, rates: Rates | None = None,
+    cost_model: str = "roofline",
+) -> Capture:  # fmt: skip
+    found, prices = [], Prices(cost_model, others=rates)
 
     def partition(joint, joint_inputs, **keywords):
         number = keywords["num_fwd_outputs"]
-        found.append(capture(joint_graphs.prepare_joint(joint, number), number, fuses))
+        found.append(capture(joint_graphs.prepare_joint(joint, number), number, fuses, prices=prices))
         return joint_graphs.partition_as_torch_does(joint, joint_inputs, **keywords)
 
     torch.compile(function, backend=aot_autograd(fw_compiler=lambda module, _: module.forward, partition_fn=partition))(*inputs)
@@ -121,18 +123,16 @@ def test_an_op_that_nothing_fuses_is_launched_and_moves_all_its_bytes(fuses, sha
     result = captured(lambda: x.exp().sum(), fuses=fuses)
     number = next(i for i, op in enumerate(result.graph.ops) if "exp" in op.target)
     work = work_of(result.op_nodes[number], result.graph.ops[number], fuses)
-    assert next(task.amount for task in work.tasks if task.rate is Rate.STREAM) == 2 * 4 * 16 / share
+    assert next(task.amount for task in work.tasks if task.rate is Rate.STREAM) == 2 * 4 * 16 // share
     assert work.launches is not fuses
     assert work.known
 
 
 def test_a_fused_op_costs_its_share_of_the_traffic_and_its_arithmetic():
     x = weight(64, 64)
-    result = captured(lambda: (x.exp() @ x).sum())
-    number = next(i for i, op in enumerate(result.graph.ops) if "exp" in op.target)
     rates = some_rates()
-    op = pricing.by_rates(result, rates)[0].graph.ops[number]
-    assert op.memory_bound_seconds == pytest.approx(op.bytes_moved / 3 * rates.saving_seconds_per_byte / 2)
+    op = next(op for op in captured(lambda: (x.exp() @ x).sum(), rates=rates).graph.ops if "exp" in op.target)
+    assert op.memory_bound_seconds == pytest.approx(op.bytes_moved // 3 * rates.saving_seconds_per_byte / 2)
     assert op.seconds - op.memory_bound_seconds == pytest.approx(64 * 64 / SPEED)
 
 
@@ -151,7 +151,7 @@ def test_the_inverse_root_of_a_normalisation_is_computed_again_for_every_element
         return (((product - mean) * torch.rsqrt(variance + 1e-5)) @ right).square().sum()
 
     curves = {curve_name(rate): Curve(((1.0, 1e-12),)) for rate in Rate} | {"division": Curve(((1.0, 1e-10),))}
-    graph = pricing.by_rates(captured(normalised), Rates("cpu", 1e-6, curves))[0].graph
+    graph = captured(normalised, rates=Rates("cpu", 1e-6, curves)).graph
     root = next(i for i, op in enumerate(graph.ops) if "rsqrt" in op.target)
     assert traffic_of(graph).recompute_seconds[root] >= 2 * 128 * 64 * 1e-10
     assert root in {graph.values[value].producer for value in Planner(graph).find(None).plan.saved}
@@ -165,23 +165,14 @@ def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
     assert [task.rate for task in work.tasks] == [Rate.GATHER]
     assert work.launches
     assert not work.known
-    _, bases = pricing.by_rates(result, some_rates())
-    assert bases[number] is CostSource.ASSUMED
+    assert 0 < captured(lambda: torch.linalg.inv_ex(x)[0].sum(), rates=some_rates()).pricing.assumed_share < 1
 
 
-def test_a_device_that_is_not_there_is_priced_by_its_data_sheet():
+def test_a_device_that_is_not_there_is_priced_by_its_data_sheet(monkeypatch):
     x = weight(4, 4)
-    result = captured(lambda: (x @ x).sum())
-    fake = dataclasses.replace(result, joint=torch.fx.GraphModule(nn.Module(), torch.fx.Graph()))
-    node = fake.joint.graph.placeholder("x")
-    node.meta["val"] = torch.empty(1, device="meta").as_subclass(OnXpu)
-    same, price = pricing.priced(fake, "calibrated")
-    assert same is fake
-    assert (price.cost_model, price.assumed_share) == ("roofline", 1.0)
-
-
-class OnXpu(torch.Tensor):
-    device = torch.device("xpu")
+    monkeypatch.setattr(calibration, "measurable", lambda device: False)
+    found = captured(lambda: (x @ x).sum(), cost_model="calibrated").pricing
+    assert (found.cost_model, found.assumed_share) == ("roofline", 1.0)
 
 
 def trained(cost_model: str, **options: object) -> tuple[torch.Tensor, autoremat.Report]:
@@ -221,16 +212,12 @@ def test_measured_costs_under_inductor(monkeypatch):
     assert calibration._known[key] == rates
 
 
-@functools.cache  # both cost models price the same graph
-def captured_model(name: str) -> Capture:
-    module, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
-    return captured(module, *inputs)
-
-
 @pytest.mark.parametrize("name", ["unet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))])
 @pytest.mark.parametrize("model", ["roofline", "calibrated"])
 def test_no_op_that_moves_bytes_is_free(name, model):
-    result, price = pricing.priced(captured_model(name), model)
+    module, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
+    result = captured(module, *inputs, cost_model=model)
+    price = result.pricing
     assert all(op.seconds > 0 for op in result.graph.ops if op.bytes_moved)
     assert price.calibrated_share + price.assumed_share == pytest.approx(1.0)
     assert price.assumed_share == 1.0 if model == "roofline" else price.assumed_share <= 0.2

@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import OptionWarning, explain
-from autoremat.capture.kernel_shapes import product_type
+from autoremat.capture.work import product_type
 from autoremat.compiler import compile_loop, counting
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower

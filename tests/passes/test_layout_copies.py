@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
+from autoremat.capture.work import arithmetic_of
 from autoremat.compiler import compile_loop, joint_graph, lowering, reference
-from autoremat.ops.work import arithmetic_of
 from autoremat.options.options import Options
 from autoremat.passes import is_layout_copy, state_layout_copies
 from autoremat.passes.pipeline import run_passes

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoremat
 from autoremat.basics.errors import OptionsError
-from autoremat.planner.cost.devices import UNKNOWN_GPU
+from autoremat.planner.cost.datasheets import UNKNOWN_GPU
 from autoremat.torch_private import named_card
 
 pytestmark = [

@@ -253,6 +253,8 @@ def without_saved_copies(graph: Graph, returning: Collection[int]) -> Graph:
     then; a saved copy of it does. Constraints of the model stay. Arithmetic that counts FLOPs, such as a product of two
     weights, is left to the search. So are results that the forward returns, which the caller holds anyway.
     """
+    if not returning:
+        return graph
     derived, held = set(returning), set(graph.forward_outputs)
     ops = list(graph.ops)
     for number, op in enumerate(graph.ops[: graph.num_forward]):

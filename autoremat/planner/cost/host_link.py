@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, contains_word, datasheet
+from autoremat.planner.cost.datasheets import GB, UNKNOWN_GPU, contains_word, datasheet
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 
 PLANNED_SHARE = 0.8

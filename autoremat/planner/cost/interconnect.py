@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, contains_word, datasheet, datasheet_name
+from autoremat.planner.cost.datasheets import GB, UNKNOWN_GPU, contains_word, datasheet, datasheet_name
 
 
 class LinkSource(enum.Enum):

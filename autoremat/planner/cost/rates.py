@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoremat.basics.codec import Codec
-from autoremat.planner.cost.devices import FLOAT8_TYPES
+from autoremat.planner.cost.datasheets import FLOAT8_TYPES
 
 CODEC = Codec()
 
@@ -67,11 +67,6 @@ FLOP_RATES = frozenset(
     }
 )  # fmt: skip
 """Rates that count FLOPs and depend on the element type. All others are measured with 32-bit floats."""
-
-UNBOUNDED_RATES = frozenset(
-    {Rate.SORT, Rate.SCAN, Rate.DEPTHWISE_CONVOLUTION, Rate.DEPTHWISE_CONVOLUTION_BACKWARD, Rate.ATTENTION_BACKWARD}
-)
-"""Rates without an upper bound on their seconds: neither FLOPs nor bytes give one."""
 
 BYTE_RATES = frozenset({Rate.STREAM, Rate.GATHER, Rate.SCATTER})
 """Rates whose amounts are bytes."""
@@ -134,6 +129,35 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Product:
+    """``count`` products of a matrix of ``rows`` × ``inner`` with one of ``inner`` × ``columns``."""
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+
+
+class AttentionKernel(enum.Enum):
+    """The origin of a kernel of fused attention."""
+
+    NEWEST = "FlashAttention 3 and later"
+    CUDNN = "cuDNN"
+    AMPERE = "written for Ampere"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Fused attention over heads of ``width`` elements, with ``keys`` per query; half of them if it is ``causal``."""
+
+    width: int
+    keys: int
+    causal: bool
+    backward: bool = False
+    kernel: AttentionKernel = AttentionKernel.NEWEST
+
+
+@dataclass(frozen=True)
 class Task:
     """``count`` times ``amount`` of one kind of work, on elements of type ``dtype`` if the rate depends on it."""
 
@@ -150,6 +174,8 @@ class Work:
     tasks: tuple[Task, ...]
     launches: bool = False
     """True if the op is an extern kernel, which costs a launch."""
+    shapes: tuple[Product, ...] | Attention = ()
+    """The matrix products of a library kernel, or its attention."""
     known: bool = True
     """True if a rate was calibrated for the op's class. If False, its bytes are charged at the rate of reads by index."""
 
@@ -219,3 +245,38 @@ class Rates:
 def curve_name(rate: Rate, dtype: str = "float32") -> str:
     """Returns the key of a curve in :attr:`Rates.curves`."""
     return f"{rate.value}.{dtype}" if rate in FLOP_RATES else rate.value
+
+
+class CostSource(enum.Enum):
+    """The origin of an op's seconds."""
+
+    CALIBRATED = "calibrated"
+    """Measured rates of the device, for ops of a calibrated class. Measured or given rates of a process group."""
+    ASSUMED = "assumed"
+    """A data sheet, or an op of no calibrated class."""
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """The cost model of a graph, and the share of each cost source in the step's predicted seconds."""
+
+    cost_model: str
+    calibrated_share: float
+    assumed_share: float
+    interconnect: str = ""
+    """The rates of the process groups with their sources, as text; empty if no op communicates."""
+
+    @classmethod
+    def of(
+        cls,
+        cost_model: str,
+        priced: Iterable[tuple[float, CostSource]],
+        interconnect: str = "",
+    ) -> Pricing:
+        """Returns the shares for the (seconds, source) of all ops of a step."""
+        sums = dict.fromkeys(CostSource, 0.0)
+        for seconds, source in priced:
+            sums[source] += seconds
+        total = sum(sums.values())
+        calibrated = sums[CostSource.CALIBRATED] / total if total else 0.0
+        return cls(cost_model, calibrated, sums[CostSource.ASSUMED] / total if total else 1.0, interconnect)

@@ -17,8 +17,7 @@ from autoremat.planner.cost import (
     sent_bytes,
     steps_of,
 )
-from autoremat.planner.cost.devices import UNKNOWN_GPU, datasheet, efficiencies
-from autoremat.planner.cost.efficiencies import MIDDLING
+from autoremat.planner.cost.datasheets import MIDDLING, UNKNOWN_GPU, datasheet, efficiencies
 from autoremat.planner.cost.interconnect import GPUS_OF_A_NODE
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Trait

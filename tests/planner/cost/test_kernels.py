@@ -29,9 +29,6 @@ from autoremat.planner.cost import (
     cpu_device,
     cuda_device,
     curve_name,
-    kernel_seconds,
-    roofline_seconds,
-    seconds_of_arithmetic,
     sent_bytes,
     steps_of,
 )
@@ -64,8 +61,8 @@ def test_products_of_shapes_and_cards_that_were_not_fitted(least, most, error):
     for row in rows:
         shape, flops, moved = product(row)
         device = cuda_device(row["card"]).of_type("bfloat16")
-        found.append(kernel_seconds(flops, moved, device, (shape,)))
-        launchless.append(roofline_seconds(flops, moved, device))
+        found.append(device.kernel_seconds(flops, moved, (shape,)))
+        launchless.append(max(flops / device.flops_per_second, moved / device.bytes_per_second))
     assert median_error(found, rows) <= error < median_error(launchless, rows)
 
 
@@ -75,7 +72,7 @@ def test_float8_products_of_shapes_and_cards_that_were_not_fitted():
         shape, flops, moved = product(row)
         moved -= shape.inner * (shape.rows + shape.columns)
         for dtype, seconds in (("float8_e4m3fn", found), ("bfloat16", of_16_bits)):
-            seconds.append(kernel_seconds(flops, moved, cuda_device(row["card"]).of_type(dtype), (shape,)))
+            seconds.append(cuda_device(row["card"]).of_type(dtype).kernel_seconds(flops, moved, (shape,)))
     assert median_error(found, rows) <= 0.1 < 0.5 < median_error(of_16_bits, rows)
 
 
@@ -88,7 +85,7 @@ def test_types_beside_bfloat16(dtype, error):
     for row in rows:
         side, card = int(row["side"]), cuda_device(row["card"])
         mine, half = (
-            kernel_seconds(2 * side**3, 0, card.of_type(one), (Product(side, side, side),)) for one in (dtype, "bfloat16")
+            card.of_type(one).kernel_seconds(2 * side**3, 0, (Product(side, side, side),)) for one in (dtype, "bfloat16")
         )
         ratios.append(mine / half * float(row["bfloat16_microseconds"]) / float(row["microseconds"]))
     assert statistics.median(abs(ratio - 1) for ratio in ratios) <= error
@@ -100,7 +97,7 @@ def test_attention_of_shapes_and_cards_that_were_not_fitted():
         batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
         shape, elements = Attention(width, tokens, row["causal"] == "1"), batch * heads * tokens * width
         device = cuda_device(row["card"]).of_type("bfloat16")
-        found.append(kernel_seconds(4 * elements * tokens, 8 * elements, device, shape))
+        found.append(device.kernel_seconds(4 * elements * tokens, 8 * elements, shape))
     assert median_error(found, rows) <= 0.1
 
 
@@ -117,19 +114,19 @@ def test_collectives_by_nvlink_of_cards_that_were_not_fitted():
 def test_one_more_tile_than_multiprocessors_is_another_wave():
     device = cuda_device("H100").of_type("bfloat16")
     full, more = (Product(256 * tiles, 128, 8192) for tiles in (device.multiprocessors, device.multiprocessors + 1))
-    seconds = [kernel_seconds(0, 0, device, (shape,)) - device.efficiencies.product_seconds for shape in (full, more)]
+    seconds = [device.kernel_seconds(0, 0, (shape,)) - device.efficiencies.product_seconds for shape in (full, more)]
     assert seconds[1] > 1.1 * seconds[0]  # with smaller tiles, the last wave is shorter
 
 
 def test_a_long_inner_side_is_divided_among_idle_multiprocessors():
     device = cuda_device("H100").of_type("bfloat16")
     alone = 2 * 128 * 128 * 65536 / (device.flops_per_second / device.multiprocessors)
-    assert kernel_seconds(0, 0, device, (Product(128, 128, 65536),)) < alone / 4
+    assert device.kernel_seconds(0, 0, (Product(128, 128, 65536),)) < alone / 4
 
 
 def test_the_backward_older_kernels_and_the_lack_of_a_mask_take_longer():
     device, flops = cuda_device("H100").of_type("bfloat16"), 10**12
-    seconds = kernel_seconds(flops, 0, device, Attention(128, 4096, causal=True))
+    seconds = device.kernel_seconds(flops, 0, Attention(128, 4096, causal=True))
     for other in (
         Attention(128, 4096, causal=False),
         Attention(128, 4096, causal=True, backward=True),
@@ -137,13 +134,20 @@ def test_the_backward_older_kernels_and_the_lack_of_a_mask_take_longer():
         Attention(64, 4096, causal=True),
         Attention(128, 512, causal=True),
     ):
-        assert kernel_seconds(flops, 0, device, other) > 1.1 * seconds
+        assert device.kernel_seconds(flops, 0, other) > 1.1 * seconds
 
 
 def test_a_cpu_has_the_seconds_of_its_roofline():
-    cpu = cpu_device(4)
-    shape = (Product(512, 512, 512),)
-    assert kernel_seconds(2 * 512**3, 3 * 512**2, cpu, shape) == roofline_seconds(2 * 512**3, 3 * 512**2, cpu)
+    cpu, shapes = cpu_device(4), (Product(512, 512, 512),)
+    for flops, moved in ((2 * 512**3, 3 * 512**2), (512, 512**2)):
+        tasks = Task(Rate.MATMUL, flops), Task(Rate.STREAM, moved)
+        longest = max(flops / cpu.flops_per_second, moved / cpu.bytes_per_second)
+        assert cpu.seconds(Work(tasks, True, shapes)) == longest
+
+
+def test_a_card_multiplies_at_the_rate_of_the_type():
+    card, task = cuda_device("H100"), Task(Rate.BATCHED_MATMUL, 1e12, "bfloat16", count=2.0)
+    assert card.seconds(Work((task,))) == 2e12 / card.of_type("bfloat16").flops_per_second
 
 
 def test_attention_by_cudnn():
@@ -155,7 +159,7 @@ def test_attention_by_cudnn():
         backward = row["backward"] == "1"
         shape = Attention(width, tokens, row["causal"] == "1", backward, AttentionKernel.CUDNN)
         elements, device = batch * heads * tokens * width, cuda_device(row["card"]).of_type("bfloat16")
-        found.append(kernel_seconds((10 if backward else 4) * elements * tokens, 8 * elements, device, shape))
+        found.append(device.kernel_seconds((10 if backward else 4) * elements * tokens, 8 * elements, shape))
     assert median_error(found, rows) <= 0.1
 
 
@@ -166,7 +170,7 @@ def test_the_arithmetic_of_fused_kernels():
     for row in rows:
         device, elements = cuda_device(row["card"]), int(row["elements"])
         work = Work((Task(Rate(row["rate"]), elements, count=int(row["times"])),))
-        found.append(max(kernel_seconds(0, 6 * elements, device), seconds_of_arithmetic(work, device)))
+        found.append(max(device.kernel_seconds(0, 6 * elements), device.seconds(work)))
     assert median_error(found, rows) <= 0.2
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoremat.planner.cost.devices import DATASHEETS, GB
+from autoremat.planner.cost.datasheets import DATASHEETS, GB
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.host_link import PLANNED_SHARE, HostLink, assumed_host_link, host_form
 from autoremat.planner.cost.stalls import stalls_of

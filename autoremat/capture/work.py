@@ -1,4 +1,4 @@
-"""The work of an op, in units of the rates that a device is calibrated for: FLOPs, memory traffic, arithmetic.
+"""The work of an op, in the units of rates: FLOPs, memory traffic, arithmetic; and the shapes of library kernels.
 
 The table of facts (:mod:`autoremat.ops.op_table`) has the rate of an op. An op without one is charged for its bytes: a fused op
 at the rate of sequential access, a kernel of its own at the rate of indexed access, which is slower.
@@ -6,13 +6,19 @@ at the rate of sequential access, a kernel of its own at the rate of indexed acc
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
+from autoremat.measure.signatures import arguments
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
-from autoremat.planner.cost import BATCH, Rate, Task, Work
+from autoremat.planner.cost import BATCH, TF32, Attention, AttentionKernel, Product, Rate, Task, Work
 from autoremat.planner.graph.op import Kind, Op
+from autoremat.torch_private import kernel_settings
 from autoremat.torch_private.symbolic_sizes import size_hint
 
 FUSED_SHARE = 3
@@ -31,6 +37,14 @@ ROOT_AND_DIVISION = torch.ops.aten.rsqrt
 MOST_MULTIPLIED = 8
 """The largest whole exponent of a power that counts as multiplications."""
 
+FEWEST_CHANNELS = 8
+"""Convolutions with fewer channels per group are no matrix products."""
+
+CONVOLUTIONS = (Rate.CONVOLUTION, Rate.CONVOLUTION_BACKWARD)
+
+TOKENS_FIRST = ("_flash_attention", "_efficient_attention")
+"""Ops whose operands have the tokens before the heads."""
+
 INDEXED = frozenset({Rate.GATHER, Rate.SCATTER})
 """Rates of indexed memory accesses."""
 
@@ -45,7 +59,7 @@ def work_of(node: fx.Node, op: Op, fuses: bool) -> Work:
         traffic, arithmetic = _traffic(node, op, by_library, fuses), _arithmetic(node, by_library)
         known = not by_library or arithmetic is not None or op_traits.facts(node).rate in INDEXED
         tasks = [traffic, arithmetic] if arithmetic is not None else [traffic]
-    return Work(tuple(task for task in tasks if task.amount > 0), by_library or not fuses, known)
+    return Work(tuple(task for task in tasks if task.amount > 0), by_library or not fuses, shapes_of(node), known)
 
 
 def arithmetic_of(node: fx.Node) -> Work:
@@ -69,14 +83,14 @@ def _elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _flops(node: fx.Node, flops: int) -> Task:
-    dtype, facts = operand_type(node), op_traits.facts(node)
+    dtype, facts = product_type(node), op_traits.facts(node)
     rate = facts.rate
     if rate is Rate.BATCHED_MATMUL:
         batch = max(size_hint(_operands(node)[-1].shape[0]), 1)
         return Task(rate, flops / batch * BATCH, dtype, batch / BATCH)
     if rate is not None and facts.is_attention:
         return Task(rate, flops, dtype)
-    if rate in (Rate.CONVOLUTION, Rate.CONVOLUTION_BACKWARD):
+    if rate in CONVOLUTIONS:
         return Task(_convolution_rate(node), flops, dtype)
     return Task(Rate.MATMUL, flops, dtype)
 
@@ -105,7 +119,7 @@ def _traffic(node: fx.Node, op: Op, by_library: bool, fuses: bool) -> Task:
         return Task(Rate.STREAM, op.bytes_moved)
     if by_library:
         return Task(Rate.STREAM if _arithmetic(node, by_library) else Rate.GATHER, op.bytes_moved)
-    return Task(Rate.STREAM, op.bytes_moved / FUSED_SHARE if fuses and op.kind is not Kind.REDUCTION else op.bytes_moved)
+    return Task(Rate.STREAM, op.bytes_moved // FUSED_SHARE if fuses and op.kind is not Kind.REDUCTION else op.bytes_moved)
 
 
 def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
@@ -145,3 +159,60 @@ def _simple_power(exponent: object, made: int) -> Task | None:
     if exponent == 0.5 or (exponent < 0 and float(exponent).is_integer()):
         return Task(Rate.DIVISION, made)
     return Task(Rate.CHEAP, 2 * made) if float(exponent).is_integer() else None
+
+
+def shapes_of(node: fx.Node) -> tuple[Product, ...] | Attention:
+    """Returns the matrix products that ``node`` computes, or its attention. Empty for any other kernel."""
+    facts = op_traits.facts(node)
+    if not (facts.is_product or facts.is_attention or facts.rate in CONVOLUTIONS):
+        return ()
+    args, kwargs = arguments(node)
+    sizes = [[size_hint(size) for size in value.shape] for value in args if isinstance(value, torch.Tensor)]
+    if facts.is_product:
+        left, right = sizes[:2] if op_traits.packet(node) is torch.ops.aten._scaled_mm else sizes[-2:]  # behind a bias
+        *batch, rows, inner = left
+        return (Product(rows, right[-1], inner, math.prod(batch)),)
+    is_backward = facts.rate in (Rate.ATTENTION_BACKWARD, Rate.CONVOLUTION_BACKWARD)
+    if facts.is_attention:
+        return _attention(node, sizes[is_backward : is_backward + 2], args, kwargs, is_backward)
+    if is_backward:
+        return _convolution(sizes[1], sizes[2], sizes[0], args, args[-1][:2])
+    (made,) = tensors_in(node.meta["val"])
+    return _convolution(sizes[0], sizes[1], [size_hint(size) for size in made.shape], args, None)
+
+
+def product_type(node: fx.Node) -> str:
+    """Returns the type in which a device multiplies: that of the operands, or TF32 where a card may round these."""
+    dtype = operand_type(node)
+    convolves = op_traits.facts(node).rate in CONVOLUTIONS
+    return TF32 if dtype == "float32" and kernel_settings.rounds_to_tf32(convolves) else dtype
+
+
+def _attention(
+    node: fx.Node, sizes: Sequence[list[int]], args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool
+) -> Attention:
+    query, key = sizes
+    name = op_traits.packet(node).__name__
+    schema = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    named = dict(zip(schema, args, strict=False)) | dict(kwargs)
+    causal = bool(named.get("is_causal") or named.get("custom_mask_type"))
+    keys = key[1] if name.startswith(TOKENS_FIRST) else key[-2]
+    kernel = AttentionKernel.CUDNN if "cudnn" in name else AttentionKernel.AMPERE
+    return Attention(query[-1], keys, causal, backward, kernel)
+
+
+def _convolution(
+    image: list[int], weight: list[int], result: list[int], args: Sequence[Any], gradients: Sequence[bool] | None
+) -> tuple[Product, ...]:
+    """Returns the products of a convolution, or those of the wanted ``gradients`` of its image and weight."""
+    *_, transposed, _, groups = args[:9] if gradients is None else args[:10]
+    kernel = math.prod(weight[2:])
+    outer, inner = weight[0] // groups, weight[1] * kernel
+    if min(outer, weight[1]) < FEWEST_CHANNELS:
+        return ()
+    of_positions = image if transposed else result
+    positions = of_positions[0] * math.prod(of_positions[2:])
+    if gradients is None:
+        return (Product(positions, outer, inner, groups),)
+    of_both = Product(positions, inner, outer, groups), Product(outer, inner, positions, groups)
+    return tuple(product for product, wanted in zip(of_both, gradients, strict=True) if wanted)

@@ -1,57 +1,82 @@
-"""Rates of devices by the vendors' data sheets: dense matrix FLOPs and memory bandwidth.
+"""Data sheets of cards: dense rates, memory bandwidth, memory, and the shares of these that kernels reach.
 
-Attainable rates are lower than peaks, by the efficiencies of the card's architecture
-(:mod:`autoremat.planner.cost.efficiencies`). An unknown device gets the rates of a middling card.
+A card without measurements has the efficiencies of its architecture, an unknown one those of a middling card. The sources of
+efficiencies, held against the rules in `benchmarks/card_rates.py`:
+
+- Products, attention: NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator at 095f58a51, Apache-2.0), SGLang's tables
+    `gemm` and `context_attention` in bfloat16; FlashAttention 3 on Hopper. Fitted on A100, H100, B200, B300, L40S and RTX PRO
+    6000. The other cards of the tables only check the fit.
+- Streams: microsoft/vidur at 7d47513 (MIT), the residual `add` of Llama-2-70B on A100, A40 and H100.
+- Older attention kernels on Hopper: cuDNN takes 1 / 1.7 to 1 / 2.3 of the time of torch's flash attention
+    (huggingface/transformers, pull request 48163), FlashAttention 3 1 / 1.5 to 1 / 2 (arXiv 2407.08608).
+- Instinct cards: products in bfloat16 by torch reach 668 TFLOP/s on an MI300X, 785 on an MI325X and 1565 on an MI355X
+    (stas00/ml-engineering at 744d01e, compute/accelerator). AMD's own best are 708 and 843, and 1273 and 1519 in float8
+    (rocm.blogs.amd.com, "Measuring Max-Achievable FLOPs", part 2). Streams: AMD accepts an MI300X from 4.18 TB/s of copies and
+    3.89 of triads (BabelStream). All else is that of a middling card: no kernel times by shape are published.
+- Float32 and 8-bit products: xzwgit/gpu-flops-bench at 5ae32ae and dd51f99 (MIT), and aiconfigurator's vLLM tables.
+- The backward of attention: FlashAttention 4 on a B200 reaches 0.80 to 0.88 of the forward's rate (Dao-AILab/flash-attention,
+    issue 2280).
+- cuDNN's attention on Hopper: torch 2.11 on an H100 (`benchmarks/results/gpu_rows.jsonl`). With a causal mask and few keys it
+    is faster than FlashAttention 3 in SGLang's tables.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from autoremat.planner.cost.efficiencies import EFFICIENCIES, MIDDLING, Efficiencies
-
-CPU = "cpu"
-"""The name of a CPU's rates."""
-
-CPU_FLOPS_PER_CORE = 48e9
-"""float32 FLOP/s: two 8-wide fused multiply-add units at about 3 GHz, halved for the rate of real kernels."""
-
-CPU_BYTES_PER_SECOND_PER_CORE = 6e9
-CPU_MAX_BYTES_PER_SECOND = 100e9
+ATTENTION_BACKWARD = 0.8
+"""The rate of attention's backward as a share of the forward's."""
 
 
 @dataclass(frozen=True)
-class Device:
-    """The attainable rates of one device, per second."""
+class Efficiencies:
+    """What the kernels of one architecture reach. Shares are those of the data sheet's rates."""
 
-    name: str
-    flops_per_second: float
-    """FLOP/s of matrix products, in float32 unless :meth:`of_type` names another type."""
-    bytes_per_second: float
-    allocation_bytes: int = 1
-    """Granularity of the allocator in bytes (512 for CUDA's caching allocator)."""
-    multiprocessors: int = 1
-    efficiencies: Efficiencies | None = None
-    """What kernels reach of a card by name. None where large kernels' rates are all that is known."""
-    flops_by_type: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """FLOP/s of matrix products by the element type of their operands, where the rates differ."""
-    specials_per_second: float = 0.0
-    """Results of the units for exponentials, reciprocals and the like; 0 if unknown."""
-    write_share: float = 0.5
-    """Share of the seconds to write and read a byte that the write takes."""
-    overlaps_wholly: bool = True
-    """True if a fused kernel takes only the longer of its arithmetic and its traffic."""
+    product_seconds: float
+    """Seconds of the smallest matrix product."""
+    product: float
+    """Share of the FLOPs in a full tile of a matrix product."""
+    small_tile: float
+    """A tile reaches the power ``small_tile`` of its share of the largest tile's elements."""
+    operands: float
+    """Share of the memory bandwidth at which products read and write."""
+    stream: float
+    """Share of the memory bandwidth of kernels that read and write in order."""
+    attention: float
+    """Share of the FLOPs of attention with heads of 128 elements and many keys."""
+    keys: float
+    """Number of keys per query at which attention reaches half of its share."""
+    launch_seconds: float = 1.5e-6
+    """Seconds of any other kernel that does nothing."""
+    older_attention: float = 1.0
+    """What attention kernels that were written for Ampere reach of that."""
+    cudnn_keys: float | None = None
+    """What ``keys`` is for cuDNN's attention; None if it is the same."""
+    single: float = 0.78
+    """Share of the FLOPs of float32 without TF32, which runs beside the tensor cores."""
+    float8: float = 0.85
+    """What products of 8-bit operands reach of ``product``. Power limits them first."""
 
-    def of_type(self, dtype: str) -> Device:
-        """Returns the device with the rate of matrix products of ``dtype``: a name of torch's, or :data:`TF32`."""
-        return replace(self, flops_per_second=self.flops_by_type.get(dtype, self.flops_per_second))
 
-    @property
-    def launch_seconds(self) -> float:
-        """Seconds of a kernel that does nothing."""
-        return 0.0 if self.efficiencies is None else self.efficiencies.launch_seconds
+MIDDLING = Efficiencies(3.0e-6, 0.80, 0.05, 0.72, 0.90, 0.62, 350)
+"""Efficiencies of an architecture without measurements."""
+
+AMPERE = Efficiencies(3.9e-6, 0.84, 0.10, 0.66, 0.90, 0.69, 320, single=0.84)
+ADA = Efficiencies(1.7e-6, 0.80, 0.01, 0.79, 0.90, 0.77, 480, single=0.67)
+HOPPER = Efficiencies(3.0e-6, 0.79, 0.01, 0.81, 0.95, 0.66, 460, older_attention=0.6, cudnn_keys=150)
+BLACKWELL = Efficiencies(2.6e-6, 0.70, 0.02, 0.66, 0.90, 0.55, 350, older_attention=0.6)
+BLACKWELL_ULTRA = Efficiencies(2.6e-6, 0.70, 0.02, 0.66, 0.90, 0.75, 540, older_attention=0.6)
+BLACKWELL_WORKSTATION = Efficiencies(2.0e-6, 0.83, 0.13, 0.73, 0.90, 0.60, 250, single=0.72, float8=1.0)
+
+CDNA_3 = Efficiencies(3.0e-6, 0.60, 0.05, 0.72, 0.79, 0.46, 350, single=0.60, float8=0.90)
+CDNA_4 = Efficiencies(3.0e-6, 0.62, 0.05, 0.72, 0.79, 0.48, 350, single=0.62, float8=0.90)
+
+EFFICIENCIES = {
+    (8, 0): AMPERE, (8, 6): AMPERE, (8, 9): ADA, (9, 0): HOPPER, (10, 0): BLACKWELL, (10, 3): BLACKWELL_ULTRA,
+    (12, 0): BLACKWELL_WORKSTATION, (9, 4): CDNA_3, (9, 5): CDNA_4,
+}  # fmt: skip
+"""Efficiencies by compute capability."""
 
 
 @dataclass(frozen=True)
@@ -223,34 +248,6 @@ def device_memory(name: str) -> int | None:
     return int(whole * LESS_MEMORY.get(found, MEMORY_SHARE))
 
 
-def cuda_device(name: str) -> Device:
-    """Returns the rates of the CUDA device ``name``.
-
-    An unknown device gets the rates of a middling card.
-    """
-    sheet, reached = datasheet(name) or UNKNOWN_GPU, efficiencies(name)
-    single, half = sheet.single_flops * reached.single, sheet.half_flops * reached.product
-    few = datasheet_name(name) in FEW_DOUBLES_BY_NAME
-    by_type = {
-        "float64": single * (FEW_DOUBLES if few else DOUBLE_SHARE.get(sheet.capability, FEW_DOUBLES)),
-        "float16": half,
-        "bfloat16": half if sheet.capability >= FIRST_BFLOAT16 else single,
-        TF32: max(single, sheet.tf32_flops * reached.product),
-    }
-    if sheet.capability >= FIRST_FLOAT8:
-        by_type |= dict.fromkeys(FLOAT8_TYPES, 2 * half * reached.float8)
-    return Device(
-        name, single, sheet.bandwidth * reached.stream, allocation_bytes=512, multiprocessors=sheet.multiprocessors,
-        efficiencies=reached, flops_by_type=by_type, specials_per_second=_specials_per_second(sheet),
-    )  # fmt: skip
-
-
-def _specials_per_second(sheet: Datasheet) -> float:
-    """Returns the results of all special function units in a second. The clock follows from the float32 rate."""
-    lanes = FEW_LANES.get(sheet.capability, LANES)
-    return SPECIAL_UNITS * sheet.single_flops / (2 * lanes)
-
-
 def efficiencies(name: str) -> Efficiencies:
     """Returns what kernels reach on the CUDA device ``name``, by its architecture."""
     sheet = datasheet(name)
@@ -259,13 +256,3 @@ def efficiencies(name: str) -> Efficiencies:
     if limit is None:
         return reached
     return replace(reached, product=limit, attention=reached.attention * limit / reached.product)
-
-
-def cpu_device(threads: int) -> Device:
-    """Returns the rates of ``threads`` CPU cores.
-
-    A core reads a line of memory into its cache before it writes the line, so a write moves a byte twice. It has few
-    instructions in flight, so the shorter of arithmetic and traffic is hidden in part only.
-    """
-    bandwidth = min(threads * CPU_BYTES_PER_SECOND_PER_CORE, CPU_MAX_BYTES_PER_SECOND)
-    return Device(CPU, threads * CPU_FLOPS_PER_CORE, bandwidth, write_share=2 / 3, overlaps_wholly=False)
