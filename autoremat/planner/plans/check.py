@@ -1,16 +1,13 @@
-"""Checks a plan: its executions, their sequence, its stays, its constraints and its figures."""
+"""Checks the rules of schedules that a simulation does not need: which ops run where, and constraints."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-
-import numpy as np
+from collections.abc import Collection
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.simulator import Timeline
 
 
 def check_executions(graph: Graph, schedule: Schedule) -> None:
@@ -60,62 +57,6 @@ def _may_be_recomputed(op: Op) -> None:
         raise PlanInvalid(f"{op.name} is to be saved, but runs twice or in the backward")
 
 
-def check_stays(graph: Graph, schedule: Schedule) -> None:
-    """Raises ``PlanInvalid`` if a stay breaks a rule. The executions are those that :func:`check_executions` accepts.
-
-    - Values ascend, with at most one stay each. A stay names one of the forms of its value, which is no output.
-    - The forward computes the value and the backward reads it, before it computes it again if it does.
-    - The forward stores the value after it is computed. It is freed after its last read in the forward, in either half.
-    - The backward loads it after it is freed, and it is complete before its first read there.
-    """
-    outputs, latest = {*graph.forward_outputs, *graph.backward_outputs}, -1
-    for stay in schedule.stays:
-        if not latest < stay.value < len(graph.values):
-            raise PlanInvalid(f"the stay of value {stay.value} follows that of {latest}; all ascend below {len(graph.values)}")
-        latest = stay.value
-        value = graph.values[stay.value]
-        if stay.form not in [form.name for form in value.forms]:
-            raise PlanInvalid(f"{value.name} has no form {stay.form!r}, which its stay names")
-        if stay.value in outputs:
-            raise PlanInvalid(f"{value.name} is an output of the step and can have no stay")
-    for stay, (made, forward_reads, backward_reads) in zip(schedule.stays, _uses(graph, schedule), strict=True):
-        name, border = graph.values[stay.value].name, len(schedule.forward)
-        if made < 0 or not backward_reads:
-            raise PlanInvalid(f"{name} has a stay, but the forward does not save it")
-        first, last = backward_reads[0], max(forward_reads, default=made)
-        for holds, fault in (
-            (made <= stay.store, f"is stored after execution {stay.store}, but execution {made} computes it"),
-            (stay.store <= stay.free, f"is freed after execution {stay.free}, but stored after execution {stay.store}"),
-            (last <= stay.free, f"is freed after execution {stay.free}, but execution {last} still reads it"),
-            (stay.store < border, f"is stored after execution {stay.store}, but the forward ends with execution {border - 1}"),
-            (border <= stay.load, f"is loaded before execution {stay.load}, but the backward begins with execution {border}"),
-            (stay.free < stay.load, f"is loaded before execution {stay.load}, but freed after execution {stay.free}"),
-            (stay.load <= stay.need, f"is loaded before execution {stay.load}, but to be complete before {stay.need}"),
-            (stay.need <= first, f"is complete only before execution {stay.need}, but execution {first} reads it"),
-        ):
-            if not holds:
-                raise PlanInvalid(f"{name} has a wrong stay: it {fault}")
-
-
-def _uses(graph: Graph, schedule: Schedule) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yields, for each stay: where the forward computes the value (or -1), where the forward reads it, and the backward.
-
-    Reads of what the backward has computed again are left out.
-    """
-    border, stored = len(schedule.forward), {stay.value for stay in schedule.stays}
-    made: dict[int, int] = {}
-    reads: dict[int, tuple[list[int], list[int]]] = {value: ([], []) for value in stored}
-    for position, index in enumerate(schedule.sequence if stored else ()):
-        op = graph.ops[index]
-        for value in stored.intersection(op.inputs):
-            reads[value][position >= border].append(position)
-        made.update((value, position) for value in stored.intersection(op.outputs) if position < border)
-        if position >= border:
-            stored.difference_update(op.outputs)
-    for stay in schedule.stays:
-        yield made.get(stay.value, -1), *reads[stay.value]
-
-
 def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
     """Raises ``PlanInvalid`` if a value in ``crossing``, which the forward leaves for the backward, is to be recomputed.
 
@@ -126,16 +67,3 @@ def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
         op = None if producer is None else graph.ops[producer]
         if op is not None and op.constraint is Constraint.RECOMPUTE and op.rematerializable:
             raise PlanInvalid(f"{op.name} is to be recomputed, but {graph.values[value].name} is saved for the backward")
-
-
-def check_figures(timeline: Timeline, anew: Timeline) -> None:
-    """Raises ``PlanInvalid`` unless ``timeline`` has the bytes of ``anew``, which is simulated anew, on the device and on the
-    host."""
-    if timeline.peak_bytes != anew.peak_bytes:
-        raise PlanInvalid(f"the peak is {anew.peak_bytes} bytes, not {timeline.peak_bytes} as the plan says")
-    if timeline.schedule != anew.schedule:
-        raise PlanInvalid("the timeline is that of another schedule")
-    if timeline.host_bytes != anew.host_bytes:
-        raise PlanInvalid(f"the stays take {anew.host_bytes} bytes on the host, not {timeline.host_bytes} as the plan says")
-    if not np.array_equal(timeline.bytes_at, anew.bytes_at):
-        raise PlanInvalid("the bytes at the executions are not those of the schedule")

@@ -7,14 +7,15 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autoremat.basics.disk_cache import read_regular_text
+import numpy as np
+
 from autoremat.basics.display import PlainTable, Shown, named_figures
-from autoremat.basics.errors import PlanFileError, PlanInvalid
+from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.fused_traffic import traffic_of
@@ -23,14 +24,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
-from autoremat.planner.plans.check import check_constraints, check_executions, check_figures, check_stays
-
-FORMAT, VERSION = "autoremat plan", 4
-READABLE = (3, VERSION)
-"""Versions of plan files that are read. Files of version 3 have every field."""
-
-FACTS = ("label", "budget_bytes", "host_budget_bytes", "lower_bound_bytes", "lower_bound_seconds", "interrupted")
-"""Fields of a plan that a file has beside its graph and its schedule. All other figures follow from these."""
+from autoremat.planner.plans.check import check_constraints, check_executions
 
 OPTIMAL_SHARE = 1e-9
 """Optimality tolerance: a plan this close to its lower bound, as a share of the bound or of the step, counts as optimal. Bounds
@@ -208,37 +202,9 @@ class Plan(Shown):
                 freed[live_range.end].append(live_range.value)
         return tuple(map(tuple, freed))
 
-    def to_json(self) -> str:
-        """Returns the plan as strict JSON for other programs.
-
-        Infinite numbers become null.
-
-        ``live_ranges`` lists triples: the value, the execution that computes or loads it, the last one at which it is live.
-        """
-        record = {
-            "sequence": self.sequence,
-            "ops": [op.name for op in self.graph.ops],
-            "peak_bytes": self.peak_bytes,
-            "budget_bytes": self.budget_bytes,
-            "lower_bound_bytes": self.lower_bound_bytes,
-            "added_seconds": self.added_seconds,
-            "lower_bound_seconds": _finite(self.lower_bound_seconds),
-            "gap": _finite(self.gap),
-            "status": self.status.value,
-            "live_ranges": [(found.value, found.start, found.end) for found in self.timeline.live_ranges.of_values()],
-            "stays": [asdict(stay) for stay in self.schedule.stays],
-            "host_bytes": self.host_bytes,
-            "host_budget_bytes": self.host_budget_bytes,
-        }
-        return json.dumps(record, allow_nan=False)
-
     def to_data(self) -> dict[str, Any]:
         """Returns the plan with its graph as JSON data without infinite numbers; :meth:`from_data` reads it back."""
-        record = {"format": FORMAT, "version": VERSION, **plan_json.encode(self.graph, self.schedule)}
-        record |= plan_json.changed(self, FACTS)
-        if math.isinf(self.lower_bound_seconds):
-            record["lower_bound_seconds"] = None
-        return record
+        return plan_json.encode(self)
 
     @classmethod
     def from_data(cls, record: Any, name: str = "the plan") -> Plan:
@@ -246,27 +212,11 @@ class Plan(Shown):
 
         ``name`` stands for the plan in errors. Raises ``PlanFileError`` on anything else.
         """
-        try:
-            if not isinstance(record, dict) or record.get("format") != FORMAT:
-                raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
-            if (version := record.get("version")) not in READABLE:
-                raise PlanFileError(
-                    f"{name} has version {version!r} of the format; this autoremat reads {READABLE[0]} to {VERSION}"
-                )
-            if unknown := sorted(record.keys() - {"format", "version", "graph", *plan_json.SCHEDULE, *FACTS}):
-                raise ValueError(f"a plan file has no field {unknown[0]!r}")
-            infinite: dict[str, Any] = (
-                {"lower_bound_seconds": math.inf} if record.get("lower_bound_seconds", 0.0) is None else {}
-            )
-            readers = plan_json.CODEC.readers(cls, [fact for fact in FACTS if fact in record and fact not in infinite])
-            facts = {fact: read(record[fact]) for fact, read in readers.items()}
-            plan = replace(cls.of(*plan_json.decode(record)), **facts, **infinite)
+        with plan_json.errors_of(name):
+            graph, schedule, facts = plan_json.decode(record, name)
+            plan = replace(cls.of(graph, schedule), **facts)
             plan.check()
-            return plan
-        except PlanFileError:
-            raise
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError, PlanInvalid) as error:
-            raise _holds_no_plan(name, error) from error
+        return plan
 
     def dumps(self) -> str:
         """Returns the plan with its graph as strict JSON; :meth:`loads` reads it back."""
@@ -275,11 +225,7 @@ class Plan(Shown):
     @classmethod
     def loads(cls, text: str, name: str = "the plan") -> Plan:
         """Returns the plan that :meth:`dumps` wrote, as :meth:`from_data` does."""
-        try:
-            record = json.loads(text, object_pairs_hook=_without_repetition)
-        except (ValueError, RecursionError) as error:
-            raise _holds_no_plan(name, error) from error
-        return cls.from_data(record, name)
+        return cls.from_data(plan_json.parse(text, name), name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan with its graph as JSON, for :meth:`load` and for ``options={"plan": path}``.
@@ -291,7 +237,7 @@ class Plan(Shown):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Returns the plan that :meth:`save` wrote, simulated and checked again. Raises ``PlanFileError`` on anything else."""
-        return cls.loads(read_plan_text(path), os.fspath(path))
+        return cls.loads(plan_json.read_text(path), os.fspath(path))
 
     def check(self, graph: Graph | None = None, *, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if the plan breaks a rule of ``graph`` (by default its own).
@@ -301,39 +247,20 @@ class Plan(Shown):
         """
         graph = graph or self.graph
         check_executions(graph, self.schedule)
-        check_stays(graph, self.schedule)
         if not ignores_recompute:
             check_constraints(graph, self.schedule.saved(graph))
-        check_figures(self.timeline, simulate(graph, self.schedule))
+        anew = simulate(graph, self.schedule)  # refuses stays that break a rule
+        for what, figure, own in (
+            ("peak is", anew.peak_bytes, self.peak_bytes),
+            ("bytes on the host are", anew.host_bytes, self.host_bytes),
+        ):
+            if figure != own:
+                raise PlanInvalid(f"the {what} {figure} bytes, not {own} as the plan says")
+        if self.timeline.schedule != self.schedule or not np.array_equal(self.timeline.bytes_at, anew.bytes_at):
+            raise PlanInvalid("the timeline is that of another schedule")
         bounds = (self.budget_bytes or 0, self.host_budget_bytes or 0, self.lower_bound_bytes, self.lower_bound_seconds)
         if not all(figure >= 0 for figure in bounds):
             raise PlanInvalid("the budgets and the bounds must be numbers of at least 0")
         if self.lower_bound_bytes > self.peak_bytes:
             least = self.lower_bound_bytes
             raise PlanInvalid(f"no plan has a lower peak than {least} bytes, it says, but its own is {self.peak_bytes}")
-
-
-def _holds_no_plan(name: str, error: Exception) -> PlanFileError:
-    return PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the pairs of a JSON object as a dict. Raises ``ValueError`` for a key that stands there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
-    return found
-
-
-def _finite(figure: float) -> float | None:
-    return figure if math.isfinite(figure) else None
-
-
-def read_plan_text(path: str | os.PathLike[str]) -> str:
-    """Returns the text of a plan file. Raises ``PlanFileError`` if it cannot be read."""
-    try:
-        return read_regular_text(path)
-    except (OSError, ValueError) as error:  # OSError: no such file; ValueError: no UTF-8 text, or an impossible file name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise PlanFileError(f"the plan {os.fspath(path)!r} cannot be read: {reason}") from error

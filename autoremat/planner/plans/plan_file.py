@@ -19,7 +19,8 @@ from typing import Any
 from autoremat.basics.errors import PlanFileError, PlanInvalid
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.plans.plan import Plan, read_plan_text
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_json import read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class PlanFile:
     def of(cls, source: str | os.PathLike[str] | Plan) -> PlanFile:
         """Returns the plan at a path, or a given plan in the same form. Raises ``PlanFileError``."""
         name = "the given Plan" if isinstance(source, Plan) else os.fspath(source)
-        text = source.dumps() if isinstance(source, Plan) else read_plan_text(name)
+        text = source.dumps() if isinstance(source, Plan) else read_text(name)
         return cls(name, hashlib.sha256(text.encode()).hexdigest(), Plan.loads(text, name))
 
 

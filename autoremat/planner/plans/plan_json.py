@@ -1,4 +1,4 @@
-"""Converts graphs and schedules to strict JSON and back.
+"""Converts plans, with their graphs, to strict JSON and back.
 
 Nothing in a file is executed or trusted: types and numbers are checked. A table is a list of columns and a list of rows. A
 field with its default is not written, and a missing field has its default. So files outlive fields that are added later. A
@@ -7,15 +7,34 @@ field that this version does not know is an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from autoremat.basics.codec import Codec, plain
+from autoremat.basics.disk_cache import read_regular_text
+from autoremat.basics.errors import PlanFileError, PlanInvalid
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.machine import Calls, Machine
 from autoremat.planner.graph.op import Op, Value
 from autoremat.planner.graph.schedule import Schedule
+
+if TYPE_CHECKING:
+    from autoremat.planner.plans.plan import Plan
+
+FORMAT, VERSION = "autoremat plan", 4
+READABLE = (3, VERSION)
+"""Versions of plan files that are read. Files of version 3 have every field."""
+
+FACTS: dict[str, Any] = {
+    "label": str, "budget_bytes": int | None, "host_budget_bytes": int | None, "lower_bound_bytes": int,
+    "lower_bound_seconds": float, "interrupted": bool,
+}  # fmt: skip
+"""Fields of a plan that a file has beside its graph and its schedule. All other figures follow from these."""
 
 LONGEST = 10_000
 """Executions that a schedule may have in any case. Above that, the limit is the square of the number of ops. A chain that holds
@@ -30,12 +49,15 @@ MACHINE, CALLS = (tuple(f.name for f in dataclasses.fields(kind)) for kind in (M
 """The fields of a graph's machine and of its calls, which stand among its own."""
 
 
-def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
-    """Returns ``graph`` and ``schedule`` as JSON data; :func:`decode` reads them back."""
-    tables = {"ops": _table(Op, graph.ops), "values": _table(Value, graph.values)}
+def encode(plan: Plan) -> dict[str, Any]:
+    """Returns ``plan`` as JSON data without infinite numbers; :func:`decode` reads it back."""
+    graph = plan.graph
+    record = {"format": FORMAT, "version": VERSION, **changed(plan.schedule, SCHEDULE)}
     scalars = changed(graph, ("forward_outputs", "backward_outputs", "must_run"))
     scalars |= changed(graph.machine, MACHINE) | changed(graph.calls, CALLS)
-    return changed(schedule, SCHEDULE) | {"graph": scalars | tables}
+    record["graph"] = scalars | {"ops": _table(Op, graph.ops), "values": _table(Value, graph.values)}
+    record |= changed(plan, FACTS)
+    return record | ({"lower_bound_seconds": None} if math.isinf(plan.lower_bound_seconds) else {})
 
 
 def changed(item: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -44,13 +66,57 @@ def changed(item: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: plain(value, as_rows=True) for name in names if (value := getattr(item, name)) != defaults[name]}
 
 
-def decode(record: dict[str, Any]) -> tuple[Graph, Schedule]:
-    """Returns the graph and the schedule that :func:`encode` wrote.
+def decode(record: Any, name: str) -> tuple[Graph, Schedule, dict[str, Any]]:
+    """Returns the graph, the schedule and the other fields of the plan that :func:`encode` wrote.
 
-    Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``IndexError`` on anything else.
+    Raises ``PlanFileError``, ``ValueError``, ``KeyError``, ``TypeError`` or ``IndexError`` on anything else.
     """
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
+    if (version := record.get("version")) not in READABLE:
+        raise PlanFileError(f"{name} has version {version!r} of the format; this autoremat reads {READABLE[0]} to {VERSION}")
+    if unknown := sorted(record.keys() - {"format", "version", "graph", *SCHEDULE, *FACTS}):
+        raise ValueError(f"a plan file has no field {unknown[0]!r}")
+    facts = {
+        fact: math.inf if fact == "lower_bound_seconds" and record[fact] is None else CODEC.read(kind, record[fact])
+        for fact, kind in FACTS.items()
+        if fact in record
+    }
     graph = _graph(record["graph"])
-    return graph, _schedule({name: record[name] for name in SCHEDULE if name in record}, graph)
+    return graph, _schedule({name: record[name] for name in SCHEDULE if name in record}, graph), facts
+
+
+@contextlib.contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Turns the errors of data that holds no valid plan into ``PlanFileError`` with the ``name`` of the data."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError, PlanInvalid) as error:
+        if isinstance(error, PlanFileError):
+            raise
+        raise PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}") from error
+
+
+def parse(text: str, name: str) -> Any:
+    """Returns the JSON data in ``text``. Raises ``PlanFileError`` for other text, and for a key that stands twice."""
+
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+        return dict(pairs)
+
+    with errors_of(name):
+        return json.loads(text, object_pairs_hook=without_repetition)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Returns the text of a plan file. Raises ``PlanFileError`` if it cannot be read."""
+    try:
+        return read_regular_text(path)
+    except (OSError, ValueError) as error:  # OSError: no such file; ValueError: no UTF-8 text, or an impossible file name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlanFileError(f"the plan {os.fspath(path)!r} cannot be read: {reason}") from error
 
 
 def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:

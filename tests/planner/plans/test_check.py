@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
 import pytest
@@ -155,25 +154,6 @@ def test_what_is_freed_when():
 def test_status_and_gap(facts, status, gap):
     plan = dataclasses.replace(diamond(), **facts)
     assert (plan.status, plan.gap) == (status, pytest.approx(gap))
-
-
-def test_as_json():
-    plan = dataclasses.replace(diamond(), budget_bytes=5, lower_bound_bytes=6, lower_bound_seconds=math.inf)
-    assert json.loads(plan.to_json()) == {
-        "sequence": [0, 1, 2, 0, 3],
-        "ops": ["op0", "op1", "op2", "op3"],
-        "peak_bytes": 14,
-        "budget_bytes": 5,
-        "lower_bound_bytes": 6,
-        "added_seconds": 1.0,
-        "lower_bound_seconds": None,
-        "gap": None,
-        "status": "infeasible",
-        "live_ranges": [[0, 0, 1], [1, 1, 4], [2, 2, 4], [0, 3, 4], [3, 4, 4]],
-        "stays": [],
-        "host_bytes": 0,
-        "host_budget_bytes": None,
-    }
 
 
 def test_a_plan_is_checked_against_the_graph_that_is_given():

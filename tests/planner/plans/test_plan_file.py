@@ -23,7 +23,8 @@ from autoremat.options.options import Options, configure
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans import plan_file
-from autoremat.planner.plans.plan import READABLE, VERSION, Plan, Status
+from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.plans.plan_json import READABLE, VERSION
 
 
 @pytest.fixture
