@@ -36,7 +36,7 @@ import autoremat
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
-from autoremat.planner.multigraph.step_profile import CODE_HEADROOM
+from autoremat.planner.multigraph.step import CODE_HEADROOM
 
 SHARES = (0.05, 0.25, 0.45, 0.65, 0.85)
 """Budgets, as shares of the way from the least budget that leaves code headroom to the blocks' peak without recomputation."""

@@ -7,7 +7,8 @@ from torch import fx
 
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
-from autoremat.planner.multigraph.step_profile import Step, StepGraph, StepProfile
+from autoremat.planner.multigraph.step import Step, StepGraph
+from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
@@ -35,7 +36,7 @@ def profile(budget: int | None = 4096, blocks: tuple[int | None, ...] = (None,))
     front = (PlanPoint(0.0, 1024, 1024, 2048), PlanPoint(1.0, 256, 1024, 2048))
     graphs = tuple(StepGraph("key", "model.py:1", 1, front, front[0], 10.0, block=block) for block in blocks)
     moments = tuple(Moment(0, (), number, half) for number in range(len(blocks)) for half in (False, True))
-    return Step(graphs, moments, ("forward 0", "backward 0"), "cpu").shared_out(budget)
+    return share_out(Step(graphs, moments, ("forward 0", "backward 0"), "cpu"), budget)
 
 
 def around(key: str = "key", module: fx.GraphModule | None = None) -> Surroundings:

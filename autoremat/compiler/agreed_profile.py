@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, best_effort_message
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.exchange import session_at
-from autoremat.planner.multigraph.step_profile import Step, StepProfile
+from autoremat.planner.multigraph.step import Step
+from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.request.request import Request
 
 
@@ -37,14 +38,14 @@ def agreed_profile(
     limits = request.limits
     step, budget = _agreed_step(step, limits.bytes_for(step.reference_peak_bytes), request, place, gathers)
     try:
-        profile = step.shared_out(budget, limits.advice)
+        profile = share_out(step, budget, limits.advice)
     except BudgetInfeasible as error:
         share, reference = limits.reference_share, step.reference_peak_bytes
         if request.must_fit:
             raise error.asked_as(share, reference) from None
         message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes, share, reference)
         warn_user(message, BudgetWarning)
-        profile = step.shared_out(error.minimum_bytes)
+        profile = share_out(step, error.minimum_bytes)
     profile = replace(profile, must_fit=request.must_fit)
     return profile if limits.ledger is None else replace(profile, device_ledger=limits.ledger.of_step(profile.peak_bytes))
 

@@ -19,7 +19,7 @@ from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
 from autoremat.planner.multigraph.fronts import front_of, point_of
 from autoremat.planner.multigraph.ledger import KnownBorders
-from autoremat.planner.multigraph.step_profile import StepGraph
+from autoremat.planner.multigraph.step import StepGraph
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.bound_forms import BoundForms, PlanSource, set_aside

@@ -19,7 +19,7 @@ def slacks(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Sha
 
 
 def _point(plan: Plan, priced: PricedGraph, share: Share) -> PlanPoint:
-    return point_of(plan, priced.kept_inputs, share.known) if share.borders else point_of(plan)
+    return point_of(plan, priced.kept_inputs, share.known)
 
 
 def counted(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> PlanPoint:

@@ -30,7 +30,8 @@ from autoremat.compiler.step_of_parts import PartGraph, TracedParts, step_of
 from autoremat.planner.graph.forms import SHARDS
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, Step, StepProfile
+from autoremat.planner.multigraph.step import Step
+from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile
 from autoremat.request.budgets import warn_of_open_calls
 from autoremat.request.grants import note_grant
 from autoremat.request.limits import CommonBudget, Limits

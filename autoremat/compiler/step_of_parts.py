@@ -24,7 +24,7 @@ from autoremat.planner.graph.op import Role
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, output_bytes
 from autoremat.planner.multigraph.ledger import KnownBorders
-from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph
+from autoremat.planner.multigraph.step import CODE_HEADROOM, Step, StepGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.request.request import Request
 from autoremat.torch_private import fake_tensors, joint_graphs, split_graphs, tensor_identity

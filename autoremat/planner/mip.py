@@ -1,4 +1,4 @@
-"""Linear and integer programs, solved by HiGHS through OR-Tools and SciPy. No other module calls these solvers.
+"""Linear and integer programs, solved by HiGHS through OR-Tools. No other module calls these solvers.
 
 Each sparse program is passed as one matrix, because building it variable by variable would take longer than solving it.
 """
@@ -11,16 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder_helper
-from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 QUIET_AND_REPEATABLE = ("output_flag=false", "log_to_console=false", "threads=1", "random_seed=0")
 
 LINEAR = ("solver=simplex", "simplex_dual_edge_weight_strategy=1")
 """Devex pricing. It needs less work per iteration than steepest edge, which matters for relaxations of many columns."""
-
-SOLVED = 0
-"""SciPy's status code of a solved program."""
 
 Vector = NDArray[np.float64]
 
@@ -81,15 +77,6 @@ def _loaded(program: Program) -> model_builder_helper.ModelBuilderHelper:
     load: Callable[..., None] = builder.fill_model_from_sparse_data
     load(program.lower, program.upper, program.cost, program.low, program.high, program.matrix)
     return builder
-
-
-def linear_optimum(cost: Vector, rows: Vector, most: Vector, equal_rows: Vector, equal: Vector) -> tuple[Vector, Vector] | None:
-    """Returns the reduced costs and the values of the solution; None if the program has none.
-
-    The program is dense: minimise ``cost`` x subject to ``rows`` x <= ``most``, ``equal_rows`` x = ``equal`` and x >= 0.
-    """
-    found = linprog(cost, rows, most, equal_rows, equal, method="highs")
-    return None if found.status != SOLVED else (found.lower.marginals, found.x)
 
 
 def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: float = 0.0) -> Solution | None:

@@ -153,12 +153,10 @@ class StaysSearchSettings:
 
 @dataclass(frozen=True)
 class LedgerSettings:
-    """Plans assigned to the graphs of a step (:mod:`autoremat.planner.multigraph.ledger`)."""
+    """Plans assigned to the graphs of a step (:mod:`autoremat.planner.multigraph.step`)."""
 
     effort: float = 30.0
     """Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
-    plans_of_variants: int = 12
-    """Number of plans of one graph that are considered together, if its calls may have different plans."""
     worth_of_a_plan: float = 0.02
     """Share of the added seconds that one more plan per graph must save."""
     worth_in_the_step: float = 0.001

@@ -28,7 +28,8 @@ from autoremat.compiler.dynamo_backend import backend
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.step_profile import Step, StepProfile
+from autoremat.planner.multigraph.step import Step
+from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings, current_block, running_block
 from autoremat.step_profile.first_steps import FirstSteps
@@ -186,7 +187,7 @@ class CompiledBlocks(Shown):
         try:
             if self._given_way > MOST_GIVEN_WAY:
                 raise infeasible
-            higher = self._profile.step.with_higher_peaks(number, excess).shared_out(self._profile.budget_bytes)
+            higher = share_out(self._profile.step.with_higher_peaks(number, excess), self._profile.budget_bytes)
         except BudgetInfeasible:
             if self._must_fit:
                 raise

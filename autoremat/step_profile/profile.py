@@ -22,7 +22,8 @@ from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Moment
-from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepProfile
+from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
+from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings
 from autoremat.step_profile.meter import meter_of

@@ -9,7 +9,8 @@ from torch import nn
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
-from autoremat.planner.multigraph.step_profile import Step, StepGraph
+from autoremat.planner.multigraph.step import Step, StepGraph
+from autoremat.planner.multigraph.step_profile import share_out
 
 FIRST, SECOND = nn.Linear(64, 256), nn.Linear(256, 64)
 X = torch.zeros(32, 64)
@@ -48,7 +49,7 @@ def test_what_a_step_lists_sums_to_its_peak_also_where_plans_count_what_was_not_
     graph = StepGraph("key", "train.py:7", 1, (point,), point)
     step = Step((graph,), (Moment(-100, running=0, backward=True),), (), "cpu")
     with pytest.raises(BudgetInfeasible, match="1 tensor, 800 B") as raised:
-        step.shared_out(10)
+        share_out(step, 10)
     assert [occupant.bytes for occupant in raised.value.occupants] == [800] == [raised.value.minimum_bytes]
 
 

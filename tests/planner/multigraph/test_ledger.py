@@ -15,102 +15,104 @@ from strategies import graphs
 from autoremat import Options
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
-from autoremat.planner.multigraph.ledger import (
-    Moment,
-    PlanPoint,
-    Share,
-    allocate,
-    fullest,
-    host_peak,
-    least_memory,
-    pareto,
-    shares,
-    step_peak,
-)
-from autoremat.planner.multigraph.step_profile import Step, StepGraph, StepProfile
-from autoremat.planner.multigraph.variants import Entries
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share, fullest, host_peak, pareto, step_peak
+from autoremat.planner.multigraph.step import Step, StepGraph
+from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.budgets import requests_of
 from autoremat.request.limits import Limits
 from autoremat.request.surroundings import Surroundings
 
-SIZES = st.integers(0, 60)
-POINTS = st.builds(PlanPoint, st.integers(0, 9).map(float), SIZES, SIZES, SIZES)
+POINTS = st.builds(PlanPoint, st.integers(0, 9).map(float), *[st.integers(0, 60)] * 3)
 
 
 @st.composite
-def ledgers(draw):
-    """(fronts, calls, moments) of a few graphs."""
-    fronts = [pareto(draw(st.lists(POINTS, min_size=1, max_size=4))) for _ in range(draw(st.integers(1, 3)))]
-    graphs = st.integers(0, len(fronts) - 1)
-    moments = st.builds(Moment, st.integers(-5, 40), st.lists(graphs, max_size=4).map(tuple), st.none() | graphs, st.booleans())
-    calls = [draw(st.integers(1, 4)) for _ in fronts]
-    return fronts, calls, draw(st.lists(moments, min_size=1, max_size=6))
+def steps(draw) -> Step:
+    """One or two graphs that up to four entries call."""
+    numbers = draw(st.sampled_from([(0,), (0, 1), (0, 1, 2), (0, 0), (0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 1)]))
+    fronts = [pareto(draw(st.lists(POINTS, min_size=1, max_size=4))) for _ in range(3)]
+    entries = st.integers(0, len(numbers) - 1)
+    moments = st.builds(
+        Moment, st.integers(-5, 40), st.lists(entries, max_size=4).map(tuple), st.none() | entries, st.booleans()
+    )
+    graphs = tuple(
+        StepGraph(str(n), "", draw(st.integers(1, 4)), fronts[n], fronts[n][0], block=block) for block, n in enumerate(numbers)
+    )
+    found = draw(st.lists(moments, min_size=1, max_size=6))
+    return Step(graphs, tuple(found), variants=draw(st.integers(1, 3)))
 
 
-def all_choices(fronts, calls, moments):
-    """(peak, seconds) of every choice."""
-    for points in product(*fronts):
-        alive = [
-            m.base_bytes + sum(points[g].saved_bytes for g in m.open)
-            + (0 if m.running is None else points[m.running].backward_peak_bytes if m.backward
-               else points[m.running].forward_peak_bytes)
-            for m in moments
-        ]  # fmt: skip
-        yield max(alive), sum(n * p.seconds for n, p in zip(calls, points, strict=True))
+def all_choices(step: Step) -> list[tuple[tuple[PlanPoint, ...], int]]:
+    """Every choice with few enough plans per graph, with its peak."""
+    found = []
+    for plans in product(*(graph.front for graph in step.graphs)):
+        of_graph = [{p for p, n in zip(plans, step.numbers, strict=True) if n == number} for number in step.numbers]
+        if all(len(some) <= step.variants for some in of_graph):
+            alive = [
+                m.base_bytes + sum(plans[g].saved_bytes for g in m.open)
+                + (0 if m.running is None else plans[m.running].backward_peak_bytes if m.backward
+                   else plans[m.running].forward_peak_bytes)
+                for m in step.moments
+            ]  # fmt: skip
+            found.append((plans, max(alive)))
+    return found
 
 
 def test_a_graph_called_three_times_holds_three_times():
     point = PlanPoint(1.0, 10, 15, 25)
-    moments = [
+    moments = (
         Moment(0, (), 0), Moment(2, (0,), 0), Moment(4, (0, 0), 0),
         Moment(4, (0, 0), 0, backward=True), Moment(7, (0,), 0, backward=True), Moment(9, (), 0, backward=True),
         Moment(44, (0,)),
-    ]  # fmt: skip
+    )  # fmt: skip
     assert step_peak(moments, [point]) == 54
     assert fullest(moments, [point]) == moments[-1]
     assert step_peak(moments[:-1], [point]) == 4 + 20 + 25
-    (share,) = shares(moments, [point], 60, borders=True)
-    assert share == Share(10, 60 - 24, 60 - 24, True)
+    (share,) = Step((StepGraph("", "", 3, (point,), point),), moments).shares((point,), 60)
+    assert share == Share(10, 60 - 24, 60 - 24)
     assert share.holds(point)
     assert not share.holds(point, extra_headroom_bytes=12)
     assert not Share(9, 60, 60).holds(point)
 
 
-@given(ledgers(), st.integers(0, 300))
-def test_the_choice_is_the_best_of_all_that_fit(ledger, budget):
-    choices = list(all_choices(*ledger))
-    found = allocate(*ledger, budget)
-    fitting = [seconds for peak, seconds in choices if peak <= budget]
+@settings(max_examples=150, deadline=None)
+@given(steps(), st.integers(0, 300))
+def test_the_choice_is_the_best_of_all_that_fit_and_plans_within_its_shares_fit_together(step, budget):
+    """Each graph may take any other plan within its share."""
+    found = step.cheapest(budget)
+    fitting = [plans for plans, peak in all_choices(step) if peak <= budget]
     assert (found is None) == (not fitting)
-    if found is not None:
-        fronts, calls, moments = ledger
-        points = [front[k] for front, k in zip(fronts, found.choice, strict=True)]
-        assert found.peak_bytes == step_peak(moments, points) <= budget
-        assert found.seconds == min(fitting) == sum(n * p.seconds for n, p in zip(calls, points, strict=True))
-
-
-@given(ledgers())
-def test_the_least_peak_is_that_of_all_choices(ledger):
-    peaks = [peak for peak, _ in all_choices(*ledger)]
-    assert max(0, least_memory(*ledger).peak_bytes) == max(0, min(peaks))
-    assert allocate(*ledger, None).seconds == min(seconds for _, seconds in all_choices(*ledger))
-
-
-@given(ledgers(), st.integers(0, 300))
-def test_plans_that_keep_to_their_shares_fit_together(ledger, budget):
-    """Each graph may take any other plan within its share, if what it saves is no more."""
-    fronts, _, moments = ledger
-    found = allocate(*ledger, budget)
     if found is None:
         return
-    points = [front[k] for front, k in zip(fronts, found.choice, strict=True)]
-    limits = shares(moments, points, budget, borders=False)
-    assert all(limit.holds(point) for limit, point in zip(limits, points, strict=True))
-    allowed = [[p for p in front if limit.holds(p)] for front, limit in zip(fronts, limits, strict=True)]
+    assert any(found == plans for plans in fitting)
+    assert step.added_seconds(found) == min(map(step.added_seconds, fitting))
+    limits = step.shares(found, budget)
+    assert all(limit.holds(plan) for limit, plan in zip(limits, found, strict=True))
+    allowed = [[p for p in graph.front if limit.holds(p)] for graph, limit in zip(step.graphs, limits, strict=True)]
     for others in product(*allowed):
-        assert step_peak(moments, others) <= budget
+        assert step_peak(step.moments, others) <= budget
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps())
+def test_the_least_peak_is_that_of_all_choices(step):
+    assert max(0, step.minimum_peak_bytes) == max(0, min(peak for _, peak in all_choices(step)))
+    assert step.added_seconds(step.cheapest(None)) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.integers(0, 300), st.integers(0, 30), st.data())
+def test_the_bytes_on_the_host_keep_to_their_bound(step, budget, bound, data):
+    of_graph = {g.key: tuple(replace(p, host_bytes=data.draw(st.integers(0, 20))) for p in g.front[1:]) for g in step.graphs}
+    graphs = tuple(replace(g, front=(g.front[0], *of_graph[g.key])) for g in step.graphs)
+    step = replace(step, graphs=graphs, host_bytes=bound)
+    fitting = [p for p, peak in all_choices(step) if peak <= budget and host_peak(step.moments, p) <= bound]
+    found = step.cheapest(budget)
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert host_peak(step.moments, found) <= bound
+        assert step.added_seconds(found) == min(map(step.added_seconds, fitting))
 
 
 @settings(max_examples=30)
@@ -144,13 +146,13 @@ def survey_of(budget: int | None) -> StepProfile:
     fast, lean = PlanPoint(0.25, 4096, 6144, 8192), PlanPoint(0.5, 1024, 2048, 4096)
     graph = StepGraph("key", "model.py:3", 12, (fast, lean), fast)
     moments = (Moment(100, (0,) * 11, 0, backward=True),)
-    return Step((graph,), moments, ("forward 0",) * 20, "cpu").shared_out(budget)
+    return share_out(Step((graph,), moments, ("forward 0",) * 20, "cpu"), budget)
 
 
 def test_a_survey_reads_well_and_is_a_budget():
     profile = survey_of(2**15)
     assert profile.plans[0].saved_bytes == 1024
-    assert profile.shares == (Share(1024, 2048, 2**15 - 100 - 11 * 1024, True),)
+    assert profile.shares == (Share(1024, 2048, 2**15 - 100 - 11 * 1024),)
     assert {"32.00", "15.10", "52.10", "3.00", "12", "model.py:3"} <= set(str(profile).split())
     assert (profile.shares_of("key"), profile.shares_of("other")) == ({None: profile.shares[0]}, {})
     options = Options(memory_budget=profile)
@@ -181,76 +183,6 @@ def test_a_surveyed_step_can_be_planned_for_other_budgets():
     assert names == ["saved by graph 0 for 11 calls", "backward of graph 0", "what no plan decides"]
 
 
-POINTS_OF_BLOCKS = st.builds(PlanPoint, st.integers(0, 5).map(float), *[st.integers(0, 60)] * 3)
-
-
-@st.composite
-def entries(draw) -> Entries:
-    """One or two graphs that up to four blocks call."""
-    graph_of = draw(st.sampled_from([(0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 1), (0, 0), (0,)]))
-    fronts = [pareto(draw(st.lists(POINTS_OF_BLOCKS, min_size=1, max_size=4))) for _ in range(2)]
-    blocks = st.integers(0, len(graph_of) - 1)
-    moments = st.builds(Moment, st.integers(-5, 40), st.lists(blocks, max_size=4).map(tuple), st.none() | blocks, st.booleans())
-    return Entries(
-        [fronts[graph] for graph in graph_of],
-        draw(st.lists(st.integers(1, 2), min_size=len(graph_of), max_size=len(graph_of))),
-        draw(st.lists(moments, min_size=1, max_size=6)),
-        graph_of,
-        draw(st.integers(1, 3)),
-    )
-
-
-def choices_of_blocks(step: Entries) -> list[tuple[int, float]]:
-    """(peak, seconds) of every choice with few enough plans per graph."""
-    found = []
-    for choice in product(*(range(len(front)) for front in step.fronts)):
-        if all(len({choice[entry] for entry in members}) <= step.variants for members in step.members):
-            points = [front[k] for front, k in zip(step.fronts, choice, strict=True)]
-            seconds = sum(count * point.seconds for count, point in zip(step.calls, points, strict=True))
-            found.append((step_peak(step.moments, points), seconds))
-    return found
-
-
-@settings(max_examples=150, deadline=None)
-@given(entries(), st.integers(0, 300))
-def test_the_plans_of_the_blocks_are_the_best_of_all_that_fit(step, budget):
-    found = step.allocate(budget)
-    fitting = [seconds for peak, seconds in choices_of_blocks(step) if peak <= budget]
-    assert (found is None) == (not fitting)
-    if found is not None:
-        points = [front[k] for front, k in zip(step.fronts, found.choice, strict=True)]
-        assert found.peak_bytes == step_peak(step.moments, points) <= budget
-        assert found.seconds == min(fitting)
-        for members in step.members:
-            assert len({found.choice[entry] for entry in members}) <= step.variants
-
-
-@settings(max_examples=100, deadline=None)
-@given(entries(), st.integers(0, 300), st.integers(0, 30), st.data())
-def test_the_bytes_on_the_host_keep_to_their_bound(step, budget, bound, data):
-    held = {front: (*(data.draw(st.integers(0, 20)) for _ in front[1:]), 0) for front in dict.fromkeys(step.fronts)}
-    fronts = [tuple(replace(p, host_bytes=n) for p, n in zip(front, held[front], strict=True)) for front in step.fronts]
-    step = replace(step, fronts=fronts, host_bytes=bound)
-    fitting = []
-    for choice in product(*(range(len(front)) for front in fronts)):
-        points = [front[k] for front, k in zip(fronts, choice, strict=True)]
-        few = all(len({choice[entry] for entry in members}) <= step.variants for members in step.members)
-        if few and step_peak(step.moments, points) <= budget and host_peak(step.moments, points) <= bound:
-            fitting.append(sum(count * point.seconds for count, point in zip(step.calls, points, strict=True)))
-    found = step.allocate(budget)
-    assert (found is None) == (not fitting)
-    if found is not None:
-        points = [front[k] for front, k in zip(fronts, found.choice, strict=True)]
-        assert host_peak(step.moments, points) <= bound
-        assert found.seconds == min(fitting)
-
-
-@settings(max_examples=100, deadline=None)
-@given(entries())
-def test_the_least_peak_of_the_blocks_is_that_of_all_choices(step):
-    assert max(0, step.least_memory().peak_bytes) == max(0, min(peak for peak, _ in choices_of_blocks(step)))
-
-
 def chain(blocks: int, gradient: int = 5) -> list[Moment]:
     """Equal blocks in sequence; each leaves a gradient."""
     numbers = range(blocks)
@@ -267,7 +199,7 @@ def step_of_blocks(blocks: int, variants: int, step_seconds: float = 0.0) -> Ste
 
 
 def test_the_first_blocks_are_lean_and_the_last_ones_rich():
-    one, two = (step_of_blocks(8, variants).shared_out(600) for variants in (1, 2))
+    one, two = (share_out(step_of_blocks(8, variants), 600) for variants in (1, 2))
     assert set(one.plans) == {LEAN}
     assert two.plans == (LEAN,) * 3 + (RICH,) * 5
     assert two.peak_bytes == 3 * 10 + 4 * 100 + 140
@@ -285,13 +217,13 @@ def test_the_first_blocks_are_lean_and_the_last_ones_rich():
 
 def test_a_further_plan_must_save_a_thousandth_of_the_step():
     longest = 5.0 / 8 / SETTINGS.ledger.worth_in_the_step  # two plans save five seconds of all eight calls
-    two, one = (step_of_blocks(8, 2, seconds).shared_out(600) for seconds in (0.99 * longest, 1.01 * longest))
+    two, one = (share_out(step_of_blocks(8, 2, seconds), 600) for seconds in (0.99 * longest, 1.01 * longest))
     assert (two.added_seconds, one.added_seconds) == (3.0, 8.0)
 
 
 def test_an_impossible_budget_names_the_blocks_of_a_graph_together():
     with pytest.raises(BudgetInfeasible) as raised:
-        step_of_blocks(8, 3).shared_out(100)
+        share_out(step_of_blocks(8, 3), 100)
     error = raised.value
     assert (error.budget_bytes, error.minimum_bytes) == (100, 6 * 10 + 150 + 5)  # the last block is rich: its peak is lower
     assert [one.bytes for one in error.occupants] == [150, 60, 5]
@@ -303,6 +235,6 @@ def test_code_that_exceeds_its_share_gets_more_room():
     higher = step.with_higher_peaks(3, 0.5)
     assert {graph.front for graph in higher.graphs} == {(PlanPoint(0.0, 100, 150, 210), PlanPoint(1.0, 10, 135, 225))}
     assert step.with_higher_peaks(8, 0.5) == step
-    before, after = (one.shared_out(600) for one in (step, higher))
+    before, after = (share_out(one, 600) for one in (step, higher))
     assert after.added_seconds > before.added_seconds
     assert min(share.backward_peak_bytes for share in after.shares) >= 210
