@@ -28,6 +28,20 @@ class CertainFusion:
         """Returns True if the value is never materialised: its readers compute it."""
         return self._inlined.get(value, False)
 
+    def may_overwrite(self, index: int) -> bool:
+        """Returns True if the result of an op may take over a buffer of its size that the op reads, also through inlined
+        results."""
+        graph, stack, seen = self.graph, [index], set[int]()
+        sizes = {graph.values[value].bytes for value in graph.ops[index].outputs}
+        while stack:
+            for value in set(graph.ops[stack.pop()].in_place) - seen:
+                if graph.values[value].bytes in sizes:
+                    return True
+                seen.add(value)
+                producer = graph.values[value].producer
+                stack += [] if producer is None or self.materialised[value] else [producer]
+        return False
+
     def _is_materialised(self, index: int, value: int) -> bool:
         graph = self.graph
         if index < graph.num_forward:
@@ -38,9 +52,10 @@ class CertainFusion:
         certain = self._decides_inlining(index, readers)
         if certain is not None:
             self._inlined[value] = certain
-        # A result that is not inlined can still be computed in the same loop as its readers, but not across an extern kernel.
-        stretch = graph.ops[index : max(readers, default=index)]
-        return certain is False and any(op.kind is Kind.EXTERN for op in stretch)
+        # A result that is not inlined can still be computed in the same loop as its readers, but not across an extern kernel,
+        # and not before a reduction.
+        between = (op.kind is Kind.EXTERN for op in graph.ops[index : max(readers, default=index)])
+        return certain is False and (any(graph.ops[reader].kind is Kind.REDUCTION for reader in readers) or any(between))
 
     def _decides_inlining(self, index: int, readers: tuple[int, ...]) -> bool | None:
         """Returns whether the result of an op is inlined into its readers; None if that depends on the plan."""

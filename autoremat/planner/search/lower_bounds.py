@@ -227,7 +227,7 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
     """
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     outputs, gradients = set(graph.forward_outputs), set(graph.backward_outputs)
-    materialised = CertainFusion(graph).materialised
+    fusion = CertainFusion(graph)
     for number, value in enumerate(graph.values):
         start, last = value.producer, len(graph.ops) - 1
         if value.role is Role.TANGENT:
@@ -235,10 +235,10 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
         elif start is None or (start < graph.num_forward and number not in outputs):
             continue
         elif number not in outputs and number not in gradients:
-            if not materialised[number]:
+            if not fusion.materialised[number]:
                 continue
             last = max(graph.readers[number], default=start)
-        if graph.machine.fuses and value.producer is not None and graph.ops[value.producer].in_place:
+        if graph.machine.fuses and value.producer is not None and fusion.may_overwrite(value.producer):
             start += 1  # while its op runs, the value may reuse the buffer that the op overwrites
         change[start] += value.bytes
         change[last + 1] -= value.bytes
@@ -246,21 +246,8 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
 
 
 def working_set_bytes(graph: Graph) -> int:
-    """Returns a lower bound on the peak from the inputs, outputs and workspace of each extern op.
-
-    For backward ops, forward outputs and tangents count as well, and all gradients after the last one.
-    """
-    values = graph.values
-    bound = 0
-    resident = set(graph.forward_outputs) | {v for v, value in enumerate(values) if value.role is Role.TANGENT}
-    resident_bytes = sum(values[v].bytes for v in resident)
+    """Returns the most bytes of the computed inputs, the outputs and the workspace of any extern op."""
     runs = graph.ancestors([*graph.required_forward, *graph.producers(graph.backward_needs)])
-    for index, op in enumerate(graph.ops):
-        if op.kind is Kind.EXTERN and (index in runs or not op.forward):
-            live = {v for v in (*op.inputs, *op.outputs) if values[v].role is not Role.INPUT}
-            beside = 0 if op.forward else resident_bytes
-            counted = live if op.forward else live - resident
-            bound = max(bound, beside + sum(values[v].bytes for v in counted) + op.workspace_bytes)
-    made = {v for op in graph.ops if not op.forward for v in op.outputs}
-    gradients = made.intersection(graph.backward_outputs) - resident
-    return max(bound, resident_bytes + sum(values[v].bytes for v in gradients))
+    extern = (i for i, op in enumerate(graph.ops) if op.kind is Kind.EXTERN and (i in runs or not op.forward))
+    sets = (({*graph.computed_inputs[index], *graph.made[index]}, graph.ops[index].workspace_bytes) for index in extern)
+    return max((sum(graph.values[value].bytes for value in live) + workspace for live, workspace in sets), default=0)

@@ -117,12 +117,17 @@ class PeakBound:
         """Returns the results of an op that every plan materialises."""
         return {value for value in self.graph.made[index] if self.materialised[value]}
 
+    def live_sets(self, index: int) -> list[tuple[int, set[int]]]:
+        """Returns places, each with the values that are live there under every plan while op ``index`` of the backward runs."""
+        read, made = self.read(index), self.made(index)
+        if not (self.graph.machine.fuses and self.fusion.may_overwrite(index)):
+            return [(index, read | made)]
+        sizes = {self.graph.values[value].bytes for value in self.graph.made[index]}
+        return [(index, read), (index + 1, made | {value for value in read if self.graph.values[value].bytes not in sizes})]
+
     def bytes_at(self, index: int) -> int:
         """Returns the least bytes of one call that are live while op ``index`` of the backward runs."""
-        read, made = self.read(index), self.made(index)
-        if self.graph.machine.fuses and self.graph.ops[index].in_place:  # the result may take the buffer of something read over
-            return max(self.least(index, index, read), self.least(index, index + 1, made))
-        return self.least(index, index, read | made)
+        return max(self.least(index, place, live) for place, live in self.live_sets(index))
 
     def least(self, index: int, place: int, live: set[int]) -> int:
         """Returns the least bytes while op ``index`` runs and the backward's own ops from ``place`` on are left.
@@ -177,7 +182,7 @@ class PeakBound:
         """Returns the lower bound on the peak of one call."""
         backward = range(self.graph.num_forward, self.count)
         most = {index: self.most(index, index, self.read(index) | self.made(index)) for index in backward}
-        found = 0
+        found = max((self._certain_bytes(index, *there) for index in backward for there in self.live_sets(index)), default=0)
         for index in sorted(backward, key=lambda index: (-most[index], index)):
             if self.is_spent:
                 return found
@@ -195,7 +200,7 @@ class PeakBound:
         producer, graph = self.producer[value], self.graph
         if producer >= graph.num_forward or value in self.outputs or self.runs_once[producer] or graph.values[value].forms:
             return False
-        return not graph.machine.fuses or (graph.ops[producer].kind is Kind.EXTERN and not graph.ops[producer].in_place)
+        return not graph.machine.fuses or (graph.ops[producer].kind is Kind.EXTERN and not self.fusion.may_overwrite(producer))
 
     def bytes_of_reading(self, value: int, index: int, known: int) -> int:
         """Returns the least peak of plans from the last computation of ``value`` to its read by op ``index`` of the backward.
