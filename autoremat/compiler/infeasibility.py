@@ -103,7 +103,7 @@ def _least_excess_bytes(chosen: ChunkingCandidate, context: PlanningContext, sha
     observed = max(0, context.extra_headroom_bytes)
     extra = observed if observed < budget else 0
     plans = (*chosen.planner.front(), chosen.planning.smallest)
-    return max(1, min(share.excess_bytes(counted(plan, chosen.priced, context, share), extra) for plan in plans))
+    return max(1, min(share.excess_bytes(counted(plan, chosen.priced, context), extra) for plan in plans))
 
 
 def _no_plan_keeps_both(

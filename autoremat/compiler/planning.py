@@ -13,12 +13,12 @@ from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Referen
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.plan_report import ReportedPlan, report_of
 from autoremat.compiler.reference import budget_of, find_soft_budget, layout_copies_bytes, plan_without_us, reference_of
-from autoremat.compiler.shares import acceptance, bytes_at_borders, headroom_of, slacks, with_code
+from autoremat.compiler.shares import acceptance, counted, headroom_of, slacks
 from autoremat.compiler.tiling import choose_parts
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
-from autoremat.planner.multigraph.fronts import front_of, point_of
-from autoremat.planner.multigraph.ledger import KnownBorders
+from autoremat.planner.multigraph.fronts import border_bytes
+from autoremat.planner.multigraph.ledger import pareto
 from autoremat.planner.multigraph.step import StepGraph
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
@@ -81,19 +81,18 @@ class SmallestGraph(PlannedGraph):
     plan_without_us: Plan | None
     """The plan that the graph has without this package; None if it was not asked for."""
 
-    def in_step(self, key: str, known: KnownBorders | None = None) -> StepGraph:
-        """Returns the facts that the ledger of a step needs, for one call. ``known`` are the holders of values at borders."""
-        planner, kept = self.planner, self.priced.kept_inputs
+    def in_step(self, key: str) -> StepGraph:
+        """Returns the facts that the ledger of a step needs, for one call."""
+        planner, priced, context = self.planner, self.priced, self.context
         source = next((op.source for op in self.priced.graph.ops if op.source), "")
         plans = (planner.baseline, self.plan_without_us or planner.baseline)
-        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
-        *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
+        baseline, reference = (counted(plan, priced, context) for plan in plans)
         copies = layout_copies_bytes(self.priced, plans[-1])
         return StepGraph(
             key,
             source,
             1,
-            tuple(front),
+            pareto(counted(plan, priced, context) for plan in planner.front()),
             baseline,
             self.priced.graph.step_seconds,
             reference=reference.with_more(copies, copies),
@@ -143,7 +142,7 @@ class BudgetedGraph(PlannedGraph):
             return self.report.budget_bytes
         if not is_backward:
             return share.forward_peak_bytes
-        return share.backward_peak_bytes - bytes_at_borders(self.plan, self.priced, share)
+        return share.backward_peak_bytes - border_bytes(self.plan, self.priced.kept_inputs)
 
 
 def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:

@@ -13,18 +13,14 @@ from autoremat.planner.plans.plan import Plan
 
 def slacks(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> dict[bool, int]:
     """Returns the bytes by which each half of ``plan`` stays below ``share``, by ``is_backward``."""
-    point = counted(plan, priced, context, share)
+    point = counted(plan, priced, context)
     limits = {False: share.forward_peak_bytes, True: share.backward_peak_bytes}
     return {half: limit - point.peak_bytes(half) for half, limit in limits.items()}
 
 
-def _point(plan: Plan, priced: PricedGraph, share: Share) -> PlanPoint:
-    return point_of(plan, priced.kept_inputs, share.known)
-
-
-def counted(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> PlanPoint:
-    """Returns the point of ``plan`` that must keep to the limits of ``share``, which were made for points with code."""
-    return with_code(_point(plan, priced, share), priced, context)
+def counted(plan: Plan, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
+    """Returns ``plan`` as a point in the ledger of its step, with the bytes that generated code may need beside its buffers."""
+    return point_of(plan, priced.kept_inputs).with_more(headroom_of(priced, context))
 
 
 def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:
@@ -34,14 +30,9 @@ def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan]
         return None
 
     def holds(plan: Plan) -> bool:
-        return share.holds(counted(plan, priced, context, share), context.extra_headroom_bytes)
+        return share.holds(counted(plan, priced, context), context.extra_headroom_bytes)
 
     return holds
-
-
-def bytes_at_borders(plan: Plan, priced: PricedGraph, share: Share) -> int:
-    """Returns the bytes at the borders of the graph that ``share`` counts in the backward's peak, beside those of the graph."""
-    return _point(plan, priced, share).backward_peak_bytes - point_of(plan).backward_peak_bytes
 
 
 def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
@@ -53,8 +44,3 @@ def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
     if not context.request.fuses:
         return held
     return held + code_headroom_bytes(captured.graph) + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
-
-
-def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
-    """Returns ``point`` with the bytes that generated code may need beside its buffers."""
-    return point.with_more(headroom_of(priced, context))

@@ -11,26 +11,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from autoremat.basics.errors import (
-    BudgetWarning,
-    OptionsError,
-    is_user_error,
-    planning_error,
-)
+from autoremat.basics.errors import BudgetWarning, OptionsError, is_user_error, planning_error
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.agreed_profile import Gathers, agreed_profile
 from autoremat.compiler.lowering import GraphSource
-from autoremat.compiler.split_words import advice_of, words_of
-from autoremat.compiler.step_of_parts import PartGraph, TracedParts, step_of
+from autoremat.compiler.step_of_parts import StepOfParts, step_of
 from autoremat.planner.graph.forms import SHARDS
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.planner.multigraph.step import Step
 from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile
 from autoremat.request.budgets import warn_of_open_calls
 from autoremat.request.grants import note_grant
@@ -42,6 +35,27 @@ from autoremat.torch_private.dynamo import asks_to_restart
 from autoremat.torch_private.processes import job
 
 log = logging.getLogger("autoremat")
+
+
+class Words(NamedTuple):
+    """How texts name the parts of a graph, and how to compile it as a whole."""
+
+    part: str
+    cause: str
+    whole: str
+    loss: str
+    """What the graph as a whole lacks."""
+
+    @property
+    def parts(self) -> str:
+        """The name of all parts."""
+        return f"{self.part}s {self.cause}"
+
+
+BUCKETS = Words(
+    "bucket", "of DistributedDataParallel", "torch._dynamo.config.optimize_ddp = False", "overlaps no communication"
+)
+PARTS = Words("part", "for early gradients", "early_gradients=False", "hands over all gradients at its end")
 
 
 @dataclass(frozen=True)
@@ -78,11 +92,35 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
     share = None if shared is None else shared.shares[split.number]
     if shared is None or share is None:
         return request
-    common = CommonBudget(shared.profile, f"{words_of(split).part} {split.number + 1}", advice_of(split))
-    ledger, advice = shared.profile.device_ledger, request.limits.advice
-    host = shared.profile.step.host_bytes
-    limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, common=common, advice=advice)
+    profile, words = shared.profile, _words_of(split)
+    limits = Limits(
+        share.peak_bytes,
+        step_share=share,
+        host_bytes=profile.step.host_bytes,
+        ledger=profile.device_ledger,
+        common=CommonBudget(profile, f"{words.part} {split.number + 1}", _advice_of(split)),
+        advice=request.limits.advice,
+    )
     return replace(request, limits=limits, calls=OpenCalls())
+
+
+def _words_of(split: split_graphs.Split) -> Words:
+    return BUCKETS if split.hooks is None else PARTS
+
+
+def _advice_of(split: split_graphs.Split) -> str:
+    """Returns the advice for an error whose figures are those of all parts."""
+    words = _words_of(split)
+    if split.hooks is None:
+        more = "gradient_as_bucket_view=True keeps no second copy of the gradients"
+    elif split.hooks.are_unknown:
+        more = "gradients count as kept to the end of the step. If the hooks free them, hooks_free_gradients=True says so"
+    else:
+        more = f"early_gradients={2 * split.count} frees gradients earlier, in more parts"
+    return (
+        f"the figures are those of the {split.count} {words.parts} together. {words.whole} compiles them as one graph, which "
+        f"shares memory better and {words.loss}; {more}"
+    )
 
 
 def _split_of(request: Request) -> split_graphs.Split | None:
@@ -101,7 +139,7 @@ def _split_of(request: Request) -> split_graphs.Split | None:
             BudgetWarning,
         )
     elif limits.max_slowdown is not None:
-        words = words_of(split)
+        words = _words_of(split)
         raise OptionsError(
             f"max_slowdown bounds the time of one graph, and this one is split into {words.parts} that share memory_budget: "
             f"leave one of them out, or set {words.whole}"
@@ -114,12 +152,15 @@ def planned_together(split: split_graphs.Split, request: Request, patches: Mappi
 
     Raises ``BudgetInfeasible`` if no choice of plans fits and the request does not ask for the best effort.
     """
-    words = words_of(split)
+    words = _words_of(split)
+
+    def traced(may_repeat: bool) -> StepOfParts:
+        with split_graphs.tracing_undone():
+            return step_of(split, request, patches, may_repeat)
+
     now(f"planning {split.count} {words.part}s together")
     try:
-        with split_graphs.tracing_undone():
-            traced = TracedParts(split, request, patches, may_repeat=SHARDS not in request.forms)
-            step, graphs = step_of(traced)
+        found = traced(SHARDS not in request.forms)
     except Exception as error:  # models and ops are open-ended, so any error may occur
         if is_user_error(error) or asks_to_restart(error):
             raise
@@ -127,30 +168,27 @@ def planned_together(split: split_graphs.Split, request: Request, patches: Mappi
             raise planning_error(error, f"the {split.count} {words.part}s of a graph") from error
         log.info("planning the parts together failed", exc_info=error)
         return None
-    if not step.graphs:
+    if not found.step.graphs:
         return None
-
-    def run_gathers_once() -> Step:
-        with split_graphs.tracing_undone():
-            return step_of(TracedParts(split, request, patches, may_repeat=False))[0]
-
-    gathers = Gathers(traced.gathering_ranks, run_gathers_once) if traced.gathering_ranks and job() is not None else None
+    repeats = found.gathering_ranks and job() is not None
+    gathers = Gathers(found.gathering_ranks, lambda: traced(may_repeat=False).step) if repeats else None
     place = f"{split.count} {words.parts}"
-    advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, advice_of(split))))
-    profile = agreed_profile(step, advised, place, f"the step of {place}", gathers)
+    advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, _advice_of(split))))
+    profile = agreed_profile(found.step, advised, place, f"the step of {place}", gathers)
     log.info("%s share one budget: %s", place, profile.line())
-    return SharedBudget(
-        profile, tuple(None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs))
-    )
+    shares = (None if entry is None else profile.shares[entry] for entry in found.entries)
+    notes = (_note(profile, split, number) for number in range(split.count))
+    noted = (None if share is None else replace(share, note=note) for share, note in zip(shares, notes, strict=True))
+    return SharedBudget(profile, tuple(noted))
 
 
-def _share(profile: StepProfile, graph: PartGraph, split: split_graphs.Split, number: int) -> Share | None:
-    share, words = profile.shares[graph.number], words_of(split)
+def _note(profile: StepProfile, split: split_graphs.Split, number: int) -> str:
+    """Returns the note in the report of part ``number``."""
+    words = _words_of(split)
     note = (
         f"{words.part} {number + 1} of {split.count} {words.cause}: they share one budget of "
         f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
         f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
     )
     note += f"; {split.hooks.note}" if split.hooks is not None and split.hooks.note else ""
-    note += f"; plans {ENDED_BY_CLOCK}" if profile.step.ended_by_clock else ""
-    return None if share is None else replace(share, known=graph.known, note=note)
+    return note + (f"; plans {ENDED_BY_CLOCK}" if profile.step.ended_by_clock else "")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
 from autoremat.compiler.cuts import Cuts
-from autoremat.planner.multigraph.frame import Frame, Part
+from autoremat.planner.multigraph.frame import Part, moments_of
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
 WIDTH, ROWS = 128, 16
@@ -291,7 +291,7 @@ def test_no_cut_lies_inside_of_a_transform():
 
 def test_freed_gradients_count_right_after_the_backward_of_their_part_alone():
     parts = (Part(0, finished_bytes=3, freed_bytes=7), Part(1, freed_bytes=9))
-    base = [(m.running, m.base_bytes) for m in Frame(parts, ()).moments()]
+    base = [(m.running, m.base_bytes) for m in moments_of(parts, ())]
     assert base[-4:] == [(1, 0), (None, 9), (0, 0), (None, 3 + 7)]
 
 

@@ -47,91 +47,54 @@ class Part:
     """Bytes of the gradients that hooks free right after its backward, and of what such a hook allocates."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The graphs of a function in the sequence of their forwards, and the tensors at their borders."""
+def moments_of(parts: Sequence[Part], borders: Sequence[Border]) -> tuple[Moment, ...]:
+    """Returns the moments of the parts, in the sequence of their forwards, with tensors at their ``borders``."""
+    count = len(parts)
+    forwards = [
+        Moment(_live_bytes(parts[:number], borders, number), _graphs(parts[:number]), part.graph)
+        for number, part in enumerate(parts)
+        if part.graph is not None
+    ]
+    between = Moment(_live_bytes(parts, borders), _graphs(parts))
+    backwards = (moment for number in reversed(range(count)) for moment in _backward(number, parts, borders))
+    return (*forwards, between, *backwards)
 
-    parts: Sequence[Part]
-    borders: Sequence[Border]
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Returns the moments of the step."""
-        numbers = range(len(self.parts))
-        begun = [self.forward(number) for number in numbers]
-        ended = [moment for number in reversed(numbers) for moment in self.backward(number)]
-        return tuple(moment for moment in (*begun, self.between(), *ended) if moment is not None)
+def _backward(number: int, parts: Sequence[Part], borders: Sequence[Border]) -> list[Moment]:
+    """Returns the moments at which the backward of part ``number`` runs, and after it."""
+    part, before, others = parts[number], parts[:number], _graphs(parts[:number])
+    finished = sum(later.finished_bytes for later in parts[number + 1 :])
+    awaiting = [b for b in borders if b.made_by is not None and b.made_by < number and any(r > number for r in b.read_by)]
+    waiting = sum(border.gradient_bytes for border in awaiting)
+    # Autograd holds both summands and the sum while it adds a gradient to one that waits.
+    added = sum(border.gradient_bytes for border in awaiting if number in border.read_by)
+    new = sum(b.gradient_bytes for b in borders if number in b.read_by and b.made_by is not None)
+    given = sum(border.given_bytes for border in borders)
+    ended = finished + part.finished_bytes + part.freed_bytes
+    after = Moment(_live_bytes(before, borders) + given + ended + waiting + added + new, others)
+    if part.graph is None:
+        return [after]
+    # The plan counts its outputs as live throughout; those that something else holds are among the borders. The gradients that
+    # it receives count there, too.
+    received = sum(b.given_bytes for b in borders if b.made_by == number and not b.read_by)
+    live = _live_bytes(parts[: number + 1], borders)
+    return [Moment(live + given - received - part.output_bytes + finished + waiting, others, part.graph, backward=True), after]
 
-    def forward(self, number: int) -> Moment | None:
-        """Returns the moment at which the forward of part ``number`` runs."""
-        part = self.parts[number]
-        if part.graph is None:
-            return None
-        return Moment(self._borders_live(number, number), self._open(number), part.graph)
 
-    def between(self) -> Moment:
-        """Returns the moment between the last forward and the first backward."""
-        count = len(self.parts)
-        return Moment(self._borders_live(count, None), self._open(count))
+def _graphs(parts: Sequence[Part]) -> tuple[int, ...]:
+    return tuple(part.graph for part in parts if part.graph is not None)
 
-    def backward(self, number: int) -> list[Moment]:
-        """Returns the moments at which the backward of part ``number`` runs, and after it."""
-        part = self.parts[number]
-        finished = sum(later.finished_bytes for later in self.parts[number + 1 :])
-        waiting = sum(border.gradient_bytes for border in self.borders if self._awaits(border, number))
-        # Autograd holds both summands and the sum while it adds a gradient to one that waits.
-        added = sum(b.gradient_bytes for b in self.borders if number in b.read_by and self._awaits(b, number))
-        new = sum(b.gradient_bytes for b in self.borders if number in b.read_by and b.made_by is not None)
-        before = self._borders_live(number, None) + sum(border.given_bytes for border in self.borders)
-        ended = part.finished_bytes + part.freed_bytes
-        after = Moment(before + finished + ended + waiting + added + new, self._open(number))
-        if part.graph is None:
-            return [after]
-        # The plan counts its outputs as live throughout; those that something else holds are among the borders. The gradients
-        # that it receives count there, too.
-        received = sum(b.given_bytes for b in self.borders if b.made_by == number and not b.read_by)
-        base = before - received - part.output_bytes + finished + waiting
-        running = Moment(base, self._open(number), part.graph, backward=True)
-        return [running, after]
 
-    def _open(self, number: int) -> tuple[int, ...]:
-        """Returns the graphs of the parts before ``number``, whose calls are open while its halves run."""
-        return tuple(part.graph for part in self.parts[:number] if part.graph is not None)
+def _live_bytes(counting: Sequence[Part], borders: Sequence[Border], forward: int | None = None) -> int:
+    """Returns the bytes of the live borders beyond those that the plans of the parts ``counting`` count.
 
-    def _borders_live(self, number: int, read_from: int | None) -> int:
-        """Returns the bytes of the live borders beyond those that the plans of the parts before ``number`` count.
-
-        ``read_from`` is the part whose forward runs, so the borders that it and later parts receive are live. It is None in the
-        backward.
-        """
-        kept = self._kept(number)
-        return sum(
-            border.bytes * (self._is_live(border, number, read_from, kept[place]) - kept[place])
-            for place, border in enumerate(self.borders)
-        )
-
-    def held_elsewhere(self, number: int) -> set[int]:
-        """Returns the borders that the base bytes count while the backward of part ``number`` runs."""
-        kept = self._kept(number)
-        return {place for place, border in enumerate(self.borders) if self._is_live(border, number, None, kept[place])}
-
-    def _kept(self, number: int) -> Counter[int]:
-        """Returns the borders that the plans of the parts before ``number`` count, each with the number of these plans."""
-        kept = Counter[int]()
-        for part in self.parts[:number]:
-            kept.update(part.keeps)
-        return kept
-
-    def _is_live(self, border: Border, number: int, read_from: int | None, kept: int) -> bool:
-        if border.made_by is None:
-            return False
-        if border.leaves and read_from is None:
-            return True
-        if border.made_by >= number:
-            return False
-        is_read = read_from is not None and any(reader >= read_from for reader in border.read_by)
-        return border.leaves or is_read or kept > 0
-
-    @staticmethod
-    def _awaits(border: Border, number: int) -> bool:
-        """Returns True if a gradient of the border waits for further summands while the backward of part ``number`` runs."""
-        return border.made_by is not None and border.made_by < number and any(reader > number for reader in border.read_by)
+    ``forward`` is the part whose forward runs, so the borders that it and later parts receive are live. It is None in the
+    backward, where the borders that leave the function are.
+    """
+    kept = sum((part.keeps for part in counting), Counter[int]())
+    total = 0
+    for place, border in enumerate(borders):
+        is_made = border.made_by is not None and (forward is None or border.made_by < forward)
+        is_read = forward is not None and any(reader >= forward for reader in border.read_by)
+        total += border.bytes * ((is_made and (border.leaves or is_read or kept[place] > 0)) - kept[place])
+    return total

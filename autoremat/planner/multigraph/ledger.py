@@ -64,27 +64,12 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownBorders:
-    """Values at the borders of a graph of which the step's ledger knows who else holds them, by their numbers.
-
-    The graph's other values at its borders are held by nothing else while its backward runs.
-    """
-
-    free: tuple[int, ...] = ()
-    """Inputs that exist before the step. They take none of its memory."""
-    held_elsewhere: tuple[int, ...] = ()
-    """Values that the ledger counts by itself while the graph's backward runs."""
-
-
-@dataclass(frozen=True, slots=True)
 class Share:
     """Share of one graph in the step's budget: limits for the :class:`PlanPoint` of its plan."""
 
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
-    known: KnownBorders | None = None
-    """The holders of the values at the graph's borders; None if they are unknown."""
     note: str = ""
     """A line for the report: the step to which the share belongs, if the backend itself shared out its budget."""
     host_bytes: int = 0
