@@ -19,36 +19,30 @@ WINDOW = 0.25
 """The share of a part by which a cut may miss the place of equal parts, for fewer bytes across it."""
 
 
-class Cuts:
-    """The places at which a captured graph may be cut."""
+def divided(module: fx.GraphModule, inputs: Sequence[Any], device_type: str, count: int) -> dict[fx.Node, int]:
+    """Returns the part of each node, from 0, of a graph in at most ``count`` parts of about equal bytes of parameters.
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], device_type: str) -> None:
-        self.nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-        self.arrived = list(accumulate(_arriving_bytes(module, inputs, self.nodes, device_type)))
-        """For each node, the bytes of the parameters that it or an earlier node reads."""
-        self.crossing = _crossing_bytes(module, self.nodes, device_type)
-        whole = self.arrived[-1] if self.arrived else 0
-        places = range(1, len(self.nodes))
-        # A cut before node ``i`` leaves ``arrived[i - 1]`` bytes of parameters to the parts before it.
-        self.allowed = [i for i in places if self.crossing[i] is not None and 0 < self.arrived[i - 1] < whole]
+    Each part is the first to read some of the parameters that require gradients, so these gradients leave after its backward.
+    There are fewer parts than ``count`` if there are fewer places to cut, and one if there is none.
+    """
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    arrived = list(accumulate(_arriving_bytes(module, inputs, nodes, device_type)))
+    crossing = _crossing_bytes(module, nodes, device_type)
+    whole = arrived[-1] if arrived else 0
+    # A cut before node ``i`` leaves ``arrived[i - 1]`` bytes of parameters to the parts before it.
+    allowed = {i: size for i, size in enumerate(crossing) if size is not None and i and 0 < arrived[i - 1] < whole}
 
-    def divided(self, count: int) -> dict[fx.Node, int]:
-        """Returns the part of each node, from 0, of the graph in at most ``count`` parts of about equal bytes of parameters.
+    def rank(place: int, ideal: float) -> tuple[bool, float, float]:
+        miss, size = abs(arrived[place - 1] - ideal), allowed[place]
+        is_far = miss > WINDOW * whole / count
+        return (True, miss, size) if is_far else (False, size, miss)
 
-        Each part is the first to read some of the parameters that require gradients, so these gradients leave after its
-        backward. There are fewer parts than ``count`` if there are fewer places to cut, and one if there is none.
-        """
-        whole = self.arrived[-1] if self.arrived else 0
-        cuts: dict[int, int] = {}
-        for ideal in (number * whole / count for number in range(1, count)):
-            miss = {i: abs(self.arrived[i - 1] - ideal) for i in self.allowed}
-            near = [i for i in self.allowed if miss[i] <= WINDOW * whole / count]
-            narrow = sorted(near, key=lambda i: (self.crossing[i], miss[i]))
-            best = narrow or sorted(self.allowed, key=lambda i: (miss[i], self.crossing[i]))
-            for place in best[:1]:
-                cuts.setdefault(self.arrived[place - 1], place)
-        places = sorted(cuts.values())
-        return {node: bisect_right(places, i) for i, node in enumerate(self.nodes)}
+    cuts: dict[int, int] = {}
+    for number in range(1, count) if allowed else ():
+        place = min(allowed, key=lambda i: rank(i, number * whole / count))
+        cuts.setdefault(arrived[place - 1], place)
+    places = sorted(cuts.values())
+    return {node: bisect_right(places, i) for i, node in enumerate(nodes)}
 
 
 def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str) -> list[int]:

@@ -7,10 +7,9 @@ part leave before the backward of an earlier one begins. An optimizer in the bac
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import fx
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.cuts import Cuts
+from autoremat.compiler.cuts import divided
 from autoremat.compiler.dead_code import remove_dead_code
 from autoremat.compiler.lowering import Compiled
 from autoremat.device_memory.live_optimizers import live_optimizers
@@ -33,14 +32,17 @@ from autoremat.torch_private.dynamo import sharded_inputs
 from autoremat.torch_private.split_graphs import GradientHooks
 from autoremat.torch_private.untraced import around_backward
 
-log = logging.getLogger("autoremat")
-
 PARTS = 4
 """The number of parts if the options give none: more of them free gradients earlier, and each costs a call and ends fusion."""
 
 UNDER_FULLY_SHARD = (
-    "fully_shard reduces the gradients of this graph together, after its whole backward. Hooks on the shards run then. "
+    "fully_shard reduces the gradients of this graph together, after its whole backward, and hooks on the shards run then. "
     "fully_shard of each layer reduces them layer by layer"
+)
+
+UNCUT = (
+    "this graph cannot be cut: it has at most one parameter that requires a gradient, or a tensor that changes in place, or "
+    "that is none of torch's, lives throughout"
 )
 
 
@@ -59,30 +61,32 @@ def compiled_in_parts(
     placeholders = gm.graph.find_nodes(op="placeholder")
     hooked = {n.name: t for n, t in zip(placeholders, inputs, strict=True) if _is_hooked(t)}
     trained = {position for position, tensor in enumerate(inputs) if _is_trained(tensor)}
+    reason = ""
     if trained and not hooked and trained <= sharded_inputs(gm):
-        _warn_under_fully_shard(options)
-        return None
-    if options.hooks_free_gradients and not hooked and trained:
-        _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a post-accumulate-grad hook")
+        reason = UNDER_FULLY_SHARD
+    elif is_profile(options):
+        reason = "a step profile knows whole graphs. Leave one of them out"
+    elif split_graphs.is_split():
+        reason = "DistributedDataParallel splits this graph into buckets already; bucket_cap_mb=... sizes them"
+    if options.hooks_free_gradients and trained and not hooked:
+        none = "no parameter of this graph has a post-accumulate-grad hook"
+        warn_user(f"hooks_free_gradients has no effect: {reason or none}", OptionWarning)
     wanted = _wanted_parts(options, around, bool(hooked))
-    if wanted == 1:
-        _warn_of_hooks(hooked.values(), options, around.device)
-        return None
-    if not compilers.keeps_dead_draws(patches):
-        remove_dead_code(gm)
-    part_of = Cuts(gm, inputs, around.device.type).divided(wanted)
-    if not any(part_of.values()):
-        if options.early_gradients != "auto":
-            _warn_without_effect(
-                "early_gradients",
-                "this graph cannot be cut: it has at most one parameter that requires a gradient, or a tensor that changes in "
-                "place, or that is none of torch's, lives throughout",
-            )
-        _warn_of_hooks(hooked.values(), options, around.device)
+    part_of: Mapping[fx.Node, int] = {}
+    if wanted > 1 and not reason:
+        if not compilers.keeps_dead_draws(patches):
+            remove_dead_code(gm)
+        part_of = divided(gm, inputs, around.device.type, wanted)
+        reason = "" if any(part_of.values()) else UNCUT
+    if wanted > 1 and reason and options.early_gradients != "auto":
+        warn_user(f"early_gradients has no effect: {reason}", OptionWarning)
+    has_hooks = bool(hooked) and options.memory_budget is not None
+    if wanted == 1 or reason:
+        if has_hooks and reason in ("", UNCUT):
+            _warn_of_hooks(hooked.values(), around.device)
         return None
     freed = hooked if options.hooks_free_gradients else {}
-    counts = bool(hooked) and options.memory_budget is not None
-    hooks = _hooks(freed.keys(), hooked.values(), around.device) if counts else GradientHooks()
+    hooks = _hooks(freed.keys(), hooked.values(), around.device) if has_hooks else GradientHooks()
     return split_graphs.compile_parts(gm, inputs, part_of, compile_part, hooks)
 
 
@@ -98,37 +102,13 @@ def _wanted_parts(options: Options, around: Surroundings, is_hooked: bool) -> in
     """Returns the number of parts; 1 for a graph that stays whole."""
     wanted = options.early_gradients
     if wanted == "auto":
-        fits = not (options.plan or options.max_slowdown is not None or is_profile(options) or split_graphs.is_split())
         is_whole = around.why_broken is None and around.block is None and options.in_flight is None
-        return PARTS if is_hooked and fits and is_whole else 1
-    if wanted is False:
-        return 1
-    if is_profile(options):
-        _warn_without_effect("early_gradients", "a step profile knows whole graphs. Leave one of them out")
-        return 1
-    if split_graphs.is_split():
-        _warn_without_effect(
-            "early_gradients",
-            "DistributedDataParallel splits this graph into buckets already; bucket_cap_mb=... sizes them",
-        )
-        return 1
-    return PARTS if wanted is True else int(wanted)
+        wanted = is_hooked and is_whole and not options.plan and options.max_slowdown is None
+    return (PARTS if wanted else 1) if isinstance(wanted, bool) else int(wanted)
 
 
-def _warn_under_fully_shard(options: Options) -> None:
-    """Says that hooks on gradients change nothing in a graph whose gradients ``fully_shard`` reduces."""
-    if options.early_gradients == "auto":
-        log.debug("early gradients: %s", UNDER_FULLY_SHARD)
-    elif options.early_gradients is not False:
-        _warn_without_effect("early_gradients", UNDER_FULLY_SHARD)
-    if options.hooks_free_gradients:
-        _warn_without_effect("hooks_free_gradients", UNDER_FULLY_SHARD)
-
-
-def _warn_of_hooks(parameters: Collection[torch.Tensor], options: Options, device: torch.device) -> None:
+def _warn_of_hooks(parameters: Collection[torch.Tensor], device: torch.device) -> None:
     """Warns of optimizers that step in hooks after the backward of a whole graph, where their memory does not count."""
-    if not parameters or options.memory_budget is None or is_profile(options) or split_graphs.is_split():
-        return
     hooks = _hooks((), parameters, device)
     if hooks.bytes:
         warn_user(
@@ -137,10 +117,6 @@ def _warn_of_hooks(parameters: Collection[torch.Tensor], options: Options, devic
             "the hooks between parts of the graph, and counts that",
             BudgetWarning,
         )
-
-
-def _warn_without_effect(option: str, reason: str) -> None:
-    warn_user(f"{option} has no effect: {reason}", OptionWarning)
 
 
 def _hooks(freed: Collection[str], parameters: Collection[torch.Tensor], device: torch.device) -> GradientHooks:
@@ -168,43 +144,29 @@ def _hooks(freed: Collection[str], parameters: Collection[torch.Tensor], device:
     return replace(found, bytes=more, note=note)
 
 
-# -- the check of what the user says --------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Check:
-    """Warns once if gradients that count as freed stay."""
-
-    parameters: Sequence[weakref.ref[torch.Tensor]]
-    is_done: bool = False
-
-    def __call__(self) -> None:
-        """Looks at the gradients, at the end of a backward."""
-        found = [p for p in (reference() for reference in self.parameters) if p is not None and p.grad is not None]
-        if not found or self.is_done:
-            return
-        self.is_done = True
-        size = sum(parameter.numel() * parameter.element_size() for parameter in found)
-        warn_user(
-            f"hooks_free_gradients=True, but the hooks leave {len(found)} of {len(self.parameters)} gradients after a "
-            f"backward, of {format_bytes(size)} together (the first has the shape {tuple(found[0].shape)}): the step may "
-            "exceed memory_budget by as much. Let each hook set .grad to None, or set hooks_free_gradients=False",
-            BudgetWarning,
-        )
-
-
 def checked(function: Compiled, inputs: Sequence[Any], options: Options) -> Compiled:
-    """Returns a compiled graph with a look at the gradients that count as freed, at the end of each of its backwards."""
+    """Returns a compiled graph that warns once if gradients that count as freed stay at the end of one of its backwards."""
     freed = [weakref.ref(tensor) for tensor in inputs if options.hooks_free_gradients and _is_hooked(tensor)]
     if not freed or options.memory_budget is None:
         return function
-    check = _Check(freed)
+    count = len(freed)
+
+    def look() -> None:
+        left = [p for p in (reference() for reference in freed) if p is not None and p.grad is not None]
+        if left:
+            freed.clear()
+            warn_user(
+                f"hooks_free_gradients=True, but the hooks leave {len(left)} of {count} gradients after a backward, of "
+                f"{format_bytes(sum(p.nbytes for p in left))} together (the first has the shape {tuple(left[0].shape)}): the "
+                "step may exceed memory_budget by as much. Let each hook set .grad to None, or set hooks_free_gradients=False",
+                BudgetWarning,
+            )
 
     def call(*args: Any) -> Any:
         outputs = function(*args)
         node = autograd.backward_node(outputs, args)
         if node is not None:
-            around_backward(node, ends=lambda *_: autograd.when_backward_ends(check))
+            around_backward(node, ends=lambda *_: autograd.when_backward_ends(look))
         return outputs
 
     return call

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
-from autoremat.compiler.cuts import Cuts
+from autoremat.compiler.cuts import divided
 from autoremat.planner.multigraph.frame import Part, moments_of
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -250,7 +250,7 @@ def captured(model: Callable[[Tensor], Tensor], count: int) -> tuple[fx.GraphMod
     found: list[tuple[fx.GraphModule, list[set[str]]]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        part = Cuts(gm, inputs, "cpu").divided(count)
+        part = divided(gm, inputs, "cpu", count)
         parts: list[set[str]] = [set() for _ in range(max(part.values()) + 1)]
         for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
             if isinstance(tensor, nn.Parameter):
