@@ -13,7 +13,6 @@ from autoremat.passes.ignore_running_averages import ignore_running_averages
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
 from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared as keep_compared
-from autoremat.passes.inductor_workarounds.layout_copies import is_layout_copy as is_layout_copy
 from autoremat.passes.inductor_workarounds.layout_copies import state_layout_copies as state_layout_copies
 from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
 from autoremat.passes.inductor_workarounds.preserve_strides import preserve_strides as preserve_strides
@@ -46,19 +45,12 @@ def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[i
     forward, backward = split(capture, schedule, static_inputs)
     forward.graph.lint()
     backward.graph.lint()
-    _check_split(capture, backward)
-    if capture.graph.machine.fuses:
-        run_passes(forward, materialize_shared)
-        run_passes(backward, materialize_shared, preserve_strides)
-    return forward, backward
-
-
-def _check_split(capture: Capture, backward: fx.GraphModule) -> None:
-    """Raises ``PlanInvalid`` if the backward runs a forward op that the schedule does not recompute.
-
-    Torch's extraction silently includes any op whose unsaved result a backward node reads.
-    """
+    # Torch's extraction silently includes any op whose unsaved result a backward node reads.
     forward_ops = {node.name for node in capture.op_nodes[: capture.graph.num_forward]}
     calls = (node for node in backward.graph.nodes if node.op == "call_function")
     if unplanned := [node.name for node in calls if node.name in forward_ops]:
         raise PlanInvalid(f"the backward runs forward ops that were neither saved nor planned: {unplanned}")
+    if capture.graph.machine.fuses:
+        run_passes(forward, materialize_shared)
+        run_passes(backward, materialize_shared, preserve_strides)
+    return forward, backward

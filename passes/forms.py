@@ -30,15 +30,17 @@ class FormNodes(Protocol):
 
     def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
         """Returns the node that keeps the value, once the store is complete. ``half`` is where it ends."""
+        return begun
 
     def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:
         """Returns the node that begins to load the value."""
 
     def end_load(self, builder: Builder, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
         """Returns the node that the backward reads, once the load is complete."""
+        return begun
 
 
-class OnHost:
+class OnHost(FormNodes):
     """A copy in the host's memory. See :mod:`autoremat.host_memory.ops`."""
 
     def begin_store(self, builder: Builder, holder: fx.Node, form: Form) -> fx.Node:
@@ -55,7 +57,7 @@ class OnHost:
         return _call(builder, holder, BACKWARD, "loaded", ops.wait_for_copy_from_host, begun, stored)
 
 
-class AsBits:
+class AsBits(FormNodes):
     """Eight booleans in each byte, in the sequence of the value's memory. The calls that pack and unpack are like others."""
 
     def begin_store(self, builder: Builder, holder: fx.Node, form: Form) -> fx.Node:
@@ -66,9 +68,6 @@ class AsBits:
         shifted = call(aten.bitwise_left_shift.Tensor, rows, _positions(call, holder))
         return call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8)  # any other type is that of a copy
 
-    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
-        return begun
-
     def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:
         call, value = partial(_call, builder, holder, BACKWARD, "loaded"), holder.meta["val"]
         rows = call(aten.bitwise_right_shift.Tensor, call(aten.unsqueeze.default, stored, 1), _positions(call, holder))
@@ -76,11 +75,8 @@ class AsBits:
         bits = call(prims.convert_element_type.default, call(aten.slice.Tensor, flat, 0, 0, value.numel()), torch.bool)
         return _unflattened(call, bits, holder)
 
-    def end_load(self, builder: Builder, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
-        return begun
 
-
-class AsShards:
+class AsShards(FormNodes):
     """This rank's part of the value's memory, in the sequence of the ranks of a group. They gather the parts together."""
 
     def begin_store(self, builder: Builder, holder: fx.Node, form: Form) -> fx.Node:
@@ -89,9 +85,6 @@ class AsShards:
         before = part * process_groups.position_in(holder.meta[GATHERED_OVER])
         # Inductor would take the copy of a slice for a part of the whole, which then stays live. It crops by a copy.
         return call(aten.constant_pad_nd.default, _flattened(call, holder), [-before, before + part - size])
-
-    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
-        return begun
 
     def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:
         ranks = holder.meta["val"].numel() // stored.meta["val"].numel()

@@ -45,17 +45,10 @@ class _Inserter:
     def graph(self) -> fx.Graph:
         return self.capture.joint.graph
 
-    def base(self, node: fx.Node) -> int | None:
-        """Returns the computed value that ``node`` holds or is a helper of; None if there are none or several."""
-        alias: Alias = self.capture.aliases.get(node)
-        if isinstance(alias, int) and self.capture.graph.values[alias].role is Role.COMPUTED:
-            return alias
-        return None
-
     def resolve(self, node: fx.Node) -> fx.Node:
         """Returns the node to read in place of ``node``: ``node`` itself, unless its value has been recomputed."""
-        value = self.base(node)
-        if value is None:
+        value: Alias = self.capture.aliases.get(node)
+        if not isinstance(value, int) or self.capture.graph.values[value].role is not Role.COMPUTED:
             return self.resolve_several(node)
         holder = self.newest.get(value)
         if holder is None:
@@ -132,16 +125,6 @@ class _Inserter:
             copies[holder] = self.clone(holder, copies.__getitem__)
         return copies[holder]
 
-    def redirect(self, node: fx.Node) -> None:
-        """Redirects the reads of ``node`` to the newest clones."""
-        node.args = fx.map_arg(node.args, self.resolve)
-        node.kwargs = fx.map_arg(node.kwargs, self.resolve)
-
-    def load(self, position: int) -> None:
-        """Inserts the loads that are due before the execution at ``position``, and records those that are complete."""
-        assert self.cursor is not None
-        self.newest.update(self.loads.before(position, self.cursor))
-
     def run(self, schedule: Schedule) -> None:
         """Rewrites the backward half after ``schedule``. Raises ``PlanInvalid`` if the schedule does not fit the graph."""
         capture = self.capture
@@ -150,11 +133,12 @@ class _Inserter:
         pending = iter([*capture.op_nodes[num_forward:], output])
         self.cursor = next(pending)
         for position, index in enumerate(schedule.backward, len(schedule.forward)):
-            self.load(position)
+            self.newest.update(self.loads.before(position, self.cursor))
             if index < num_forward:
                 self.repeat(index)
                 continue
-            self.redirect(capture.op_nodes[index])
+            node = capture.op_nodes[index]
+            node.args, node.kwargs = fx.map_arg(node.args, self.resolve), fx.map_arg(node.kwargs, self.resolve)
             self.cursor = next(pending)
         outputs: Any = output.args[0]
         kept = capture.num_fwd_outputs

@@ -149,12 +149,12 @@ def _chunked(
             return
         now("chunking the loss")
         module = fake_tensors.copied_module(priced.captured.joint)
-        (run,) = run_passes(module, partial(chunk_loss, chunks=int(number)))
-        if any(candidate.chunks == run.rewrites for candidate in found):
+        (chunks,) = run_passes(module, partial(chunk_loss, chunks=int(number)))
+        if any(candidate.chunks == chunks for candidate in found):
             return  # there are too few rows for more chunks
         again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
         assert again is not None
-        yield contend(again, run.rewrites, next(iter(found), None))
+        yield contend(again, chunks, next(iter(found), None))
 
 
 def _warn(reason: str) -> None:

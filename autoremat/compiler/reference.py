@@ -11,10 +11,10 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
-from autoremat.passes import is_layout_copy
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.bound_forms import PlanSource
 from autoremat.planner.search.starts import Starts
+from autoremat.torch_private.layouts import LAYOUT_COPY
 
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked without a budget. It takes seconds for a thousand ops."""
@@ -75,7 +75,7 @@ def plan_without_us(
 def layout_copies_bytes(priced: PricedGraph, plan: Plan) -> int:
     """Returns the bytes of the layout copies that Inductor alone saves for the backward, and ``plan`` does not."""
     calls = zip(priced.captured.op_nodes, priced.graph.ops, strict=True)
-    made = {value for node, op in calls if is_layout_copy(node) for value in op.outputs}
+    made = {value for node, op in calls if LAYOUT_COPY in node.meta for value in op.outputs}
     unsaved = made.intersection(priced.graph.backward_needs).difference(plan.saved)
     return sum(priced.graph.values[value].bytes for value in unsaved)
 

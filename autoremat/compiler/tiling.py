@@ -14,7 +14,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, Contend, best_of, choose_chunking
 from autoremat.passes.pipeline import run_passes
-from autoremat.passes.tiles.tile_rows import tile_rows
+from autoremat.passes.tile_rows import tile_rows
 from autoremat.torch_private import fake_tensors
 
 NUMBERS_OF_TILES = (4, 16)
@@ -73,12 +73,12 @@ def _tiled(priced: PricedGraph, context: PlanningContext, tiles: int) -> PricedG
     now("tiling")
     module = fake_tensors.copied_module(priced.captured.joint)
     try:
-        (run,) = run_passes(module, partial(tile_rows, tiles=tiles))
+        (stretches,) = run_passes(module, partial(tile_rows, tiles=tiles))
     except ChunkingUnsupported:
         return None
-    if not run.rewrites:
+    if not stretches:
         return None
-    tiled = dataclasses.replace(priced.joint, module=module, tiles=tiles, stretches=run.rewrites)
+    tiled = dataclasses.replace(priced.joint, module=module, tiles=tiles, stretches=stretches)
     return capture_and_price(tiled, context)
 
 

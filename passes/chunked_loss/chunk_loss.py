@@ -15,7 +15,7 @@ the same ops run on each chunk of rows (``passes/rows/run_by_parts.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import fx
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
-from autoremat.passes.rows.row_partition import Region, Rows, Step, described, has_dynamic_sizes, shape_of, size_hints
+from autoremat.passes.rows.row_partition import Region, Rows, described, has_dynamic_sizes, shape_of, size_hints
 from autoremat.passes.rows.row_rules import SWAPS, VIEWS, projection_step, step_of
 from autoremat.passes.rows.run_by_parts import PART, run_by_parts
 from autoremat.torch_private import joint_graphs
@@ -123,19 +123,19 @@ def _projections(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_trained(projection: fx.Node) -> bool:
     """Returns True if the backward multiplies with the projection's weight or with rows that it reads."""
-    factors = {_origin_of(factor) for factor in projection.args[-2:]}
+    factors = {_behind(factor, FACTOR_VIEWS) for factor in projection.args[-2:]}
     return any(
         node.target in (aten.mm.default, aten.addmm.default)
         and joint_graphs.is_traced_in_backward(node)
-        and not factors.isdisjoint(map(_origin_of, node.args[-2:]))
+        and not factors.isdisjoint(_behind(factor, FACTOR_VIEWS) for factor in node.args[-2:])
         for node in projection.graph.nodes
     )
 
 
-def _origin_of(factor: Any) -> Any:
-    while isinstance(factor, fx.Node) and op_traits.packet(factor) in FACTOR_VIEWS:
-        factor = factor.args[0]
-    return factor
+def _behind(node: Any, views: Collection[Any]) -> Any:
+    while isinstance(node, fx.Node) and op_traits.packet(node) in views:
+        node = node.args[0]
+    return node
 
 
 def _feeds(projection: fx.Node) -> bool:
@@ -181,7 +181,7 @@ class _Finder:
             if node in wanted:
                 region.steps[node] = step_of(node, region, wanted[node])
             elif held and node is not self.projection:
-                wide = [n for n in held if self.is_wide(n, region.steps[n])]
+                wide = [n for n in held if region.steps[n].several or self.is_wide(n, region.steps[n].rows)]
                 if node.op == "output":
                     if wide:
                         what = f"the caller is handed {described(wide[0])} whole"
@@ -199,33 +199,22 @@ class _Finder:
                         raise
                     continue
                 product = op_traits.packet(node) in (aten.mm, aten.addmm)
-                if product and not self.is_wide(node, region.steps[node]):
+                if product and not self.is_wide(node, region.steps[node].rows):
                     region.ends.add(node)  # the gradient of the projected rows; its readers are as narrow as elsewhere
         return region
 
-    def is_wide(self, node: fx.Node, step: Step) -> bool:
+    def is_wide(self, node: fx.Node, rows: Rows | None) -> bool:
         """Returns True if a row of the node's result is about as wide as the logits."""
-        if step.rows is None or step.several:
-            return step.several
+        if rows is None:
+            return False
         shape = shape_of(node)
-        inner = shape[0] if step.rows.transposed else math.prod(shape[step.rows.lead :])
+        inner = shape[0] if rows.transposed else math.prod(shape[rows.lead :])
         return 2 * inner > self.width  # padding of the vocabulary may be cut off
 
     def wide_operands(self, region: Region) -> Iterator[tuple[fx.Node, int]]:
         """Yields wide operands outside the region that chunks read by rows, each with its number of row dimensions."""
         for step in region.steps.values():
             for operand, read in step.reads.items():
-                is_made = operand not in region.steps and not _is_given(operand)
-                if isinstance(read, Rows) and is_made and self.is_wide(operand, Step({}, _never, read)):
+                is_given = _behind(operand, INPUT_VIEWS).op == "placeholder"  # chunks do not save its memory
+                if isinstance(read, Rows) and operand not in region.steps and not is_given and self.is_wide(operand, read):
                     yield operand, read.lead
-
-
-def _is_given(node: fx.Node) -> bool:
-    """Returns True for inputs and views of them, whose memory chunks do not save."""
-    while op_traits.packet(node) in INPUT_VIEWS:
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder"
-
-
-def _never(*_: Any) -> None:
-    raise AssertionError("only its rows were asked for")

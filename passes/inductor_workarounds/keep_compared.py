@@ -100,18 +100,14 @@ def _origins(operand: fx.Node, most: int) -> dict[fx.Node, bool]:
         if (node, chosen) in seen or node.op != "call_function" or packet(node) in CONSTANTS:
             continue
         seen.add((node, chosen))
-        selects = _selects(node)
+        is_norm = packet(node) in NORMS and any(isinstance(a, (int, float)) and math.isinf(a) for a in node.args)
+        selects = is_norm or packet(node) in SELECTIONS
         is_threshold = _numbers(node) < most and torch.Tag.pointwise in getattr(node.target, "tags", ())
         if selects or _copies(node) or is_threshold:
             stack += [(read, chosen or selects) for read in _floating(node)]
         else:
             found[node] = found.get(node, False) or chosen
     return found
-
-
-def _selects(node: fx.Node) -> bool:
-    is_norm = packet(node) in NORMS and any(isinstance(a, (int, float)) and math.isinf(a) for a in node.args)
-    return is_norm or packet(node) in SELECTIONS
 
 
 def _copies(node: fx.Node) -> bool:

@@ -52,11 +52,6 @@ def state_layout_copies(joint: fx.GraphModule) -> int:
     return len(copies)
 
 
-def is_layout_copy(node: fx.Node) -> bool:
-    """Returns True for a copy of this pass. Without the pass, Inductor saves it too if the backward reads it."""
-    return LAYOUT_COPY in node.meta
-
-
 def _copy_before(convolution: fx.Node, operand: fx.Node) -> fx.Node:
     with convolution.graph.inserting_before(convolution):
         layout = {"memory_format": torch.channels_last}

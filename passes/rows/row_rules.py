@@ -15,8 +15,22 @@ from torch import fx
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.capture import call_cost
 from autoremat.ops import op_traits
-from autoremat.passes.rows.reading_rows import as_it_is, inner_dimension, integers, lead_of, reads_by_rows, with_argument
-from autoremat.passes.rows.row_partition import Arguments, Make, Region, Rows, Step, described, row_dimensions, shape_of
+from autoremat.passes.rows.row_partition import (
+    Arguments,
+    Make,
+    Region,
+    Rows,
+    Step,
+    as_it_is,
+    described,
+    inner_dimension,
+    integers,
+    lead_of,
+    reads_by_rows,
+    row_dimensions,
+    shape_of,
+    with_argument,
+)
 from autoremat.passes.rows.tuple_rules import TUPLE_RULES
 from autoremat.planner.graph.op import Trait
 

@@ -52,7 +52,8 @@ def run_by_parts(graph: fx.Graph, regions: Iterable[Region], parts: int) -> int:
     for region in regions:
         bounds = bounds_of(region.count, parts)
         most = max(most, len(bounds))
-        rewriting = _Rewriting(graph, _reading(region, joined), bounds, Builder.beside(_with_tensor(region)))
+        with_tensor = next(node for node in region.steps if isinstance(node.meta.get("val"), torch.Tensor))
+        rewriting = _Rewriting(graph, _reading(region, joined), bounds, Builder.beside(with_tensor))
         rewriting.run()
         joined |= rewriting.whole
     graph.eliminate_dead_code()
@@ -66,10 +67,6 @@ def _reading(region: Region, joined: Mapping[fx.Node, fx.Node]) -> Region:
         for node, step in region.steps.items()
     }
     return replace(region, steps=steps)
-
-
-def _with_tensor(region: Region) -> fx.Node:
-    return next(node for node in region.steps if isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:

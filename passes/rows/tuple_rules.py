@@ -12,8 +12,20 @@ from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
-from autoremat.passes.rows.reading_rows import as_it_is, inner_dimension, integers, lead_of, reads_by_rows, with_argument
-from autoremat.passes.rows.row_partition import Make, Region, Rows, Step, described, shape_of
+from autoremat.passes.rows.row_partition import (
+    Make,
+    Region,
+    Rows,
+    Step,
+    as_it_is,
+    described,
+    inner_dimension,
+    integers,
+    lead_of,
+    reads_by_rows,
+    shape_of,
+    with_argument,
+)
 
 aten = torch.ops.aten
 

@@ -80,9 +80,9 @@ def rewritten(function: Callable[..., Tensor]) -> tuple[Counter[object], Tensor,
     """The calls of the rewritten graph, its result, the result before, and how many additions were rewritten."""
     inputs = torch.randn(4, 4), torch.randn(4, 4), torch.tensor([0, 2, 2, 3])
     graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
-    (run,) = run_passes(graph, accumulate_into_first)
+    (rewrites,) = run_passes(graph, accumulate_into_first)
     calls = Counter(node.target for node in graph.graph.nodes if node.op == "call_function")
-    return calls, graph(*inputs), function(*inputs), run.rewrites
+    return calls, graph(*inputs), function(*inputs), rewrites
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,7 @@ def renames_an_input(module: fx.GraphModule) -> int:
 
 def test_a_pass_that_keeps_the_contract_runs_and_the_module_has_its_code():
     module = traced()
-    (run,) = run_passes(module, squares_the_result)
-    assert (run.name, run.rewrites) == ("squares_the_result", 1)
-    assert run.seconds > 0
+    assert run_passes(module, squares_the_result) == [1]
     assert (module(-torch.ones(4, 4)) >= 0).all()
 
 

@@ -1,4 +1,14 @@
-"""Finds the stretches of row-by-row ops whose inner values are larger than their borders, such as MLPs.
+"""Computes stretches of row-by-row ops, such as an MLP, tile by tile, forward and backward.
+
+The wide hidden values of all rows (tokens) are then never live together.
+
+    h = mm(x, w); a = silu(h); y = mm(a, v)     da = mm(dy, v'); dv = mm(a', dy); dh = ...; dx = mm(dh, w'); dw = mm(x', dh)
+    becomes, with two tiles,
+    h_0 = mm(x[:a], w); y_0 = ...               da_1 = mm(dy[a:], v'); dv_1 = mm(a_1', dy[a:]); dx_1 = ...; dw_1 = ...
+    h_1 = mm(x[a:], w); y_1 = ...               da_0 = mm(dy[:a], v'); dv = addmm(dv_1, a_0', dy[:a]); dx_0 = ...; dw = ...
+    y = cat(y_0, y_1)                           dx = cat(dx_0, dx_1)
+
+The planner recomputes h_0 and a_0 just before their gradients (``passes/rows/run_by_parts.py``).
 
 A stretch is a set of ops that compute row by row, of the forward and the backward together. Values that are made and read
 inside exist tile by tile; values at its border exist whole. So the best stretches have the least bytes at their borders. They
@@ -23,9 +33,10 @@ from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops.op_traits import COMPARED
+from autoremat.passes.chunked_loss.chunk_loss import vocabulary_projection
 from autoremat.passes.rows.row_partition import Region, Rows, has_dynamic_sizes, row_dimensions, shape_of
 from autoremat.passes.rows.row_rules import step_of
-from autoremat.passes.rows.run_by_parts import IN_BACKWARD, stages_of
+from autoremat.passes.rows.run_by_parts import IN_BACKWARD, run_by_parts, stages_of
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
@@ -37,7 +48,18 @@ UNCUTTABLE = 1 << 50
 """Capacity of arcs that no minimum cut contains, in bytes."""
 
 
-def find_stretches(graph: fx.Graph, left_out: fx.Node | None) -> list[Region]:
+def tile_rows(joint: fx.GraphModule, tiles: int) -> int:
+    """Rewrites ``joint`` in place so that its stretches of row-by-row ops run in ``tiles`` tiles.
+
+    The projection of a loss belongs to ``chunk_loss``. Returns the number of stretches; after 0 the graph is as before.
+    """
+    stretches = _stretches(joint.graph, vocabulary_projection(joint.graph))
+    if stretches:
+        run_by_parts(joint.graph, stretches, tiles)
+    return len(stretches)
+
+
+def _stretches(graph: fx.Graph, left_out: fx.Node | None) -> list[Region]:
     """Returns the stretches of ``graph``, each as a region. None of them holds the node ``left_out`` or what it makes wide."""
     widening = [node for node in graph.nodes if _widens(node) and node is not left_out]
     found: list[Region] = []

@@ -1,1 +1,0 @@
-"""Tiles: computes stretches of row-by-row ops, such as an MLP, tile by tile, forward and backward."""
