@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import math
+import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 Reader = Callable[[Any], Any]
@@ -83,7 +84,7 @@ class Codec:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return self._dataclass(kind)
         if isinstance(kind, type) and issubclass(kind, enum.Flag):
-            return lambda names: self._flags(kind, names)
+            return lambda names: functools.reduce(operator.or_, [kind[name] for name in _list(names)], kind(0))
         return lambda data: kind(data)
 
     def _scalar(self, kind: type) -> Reader:
@@ -118,7 +119,6 @@ class Codec:
         return read
 
     def _tuple(self, *kinds: Any) -> Reader:
-        """Returns the reader of a tuple with a type for each place, or with one type for all places."""
         if kinds[-1] is not Ellipsis:
             readers = [self.reader(kind) for kind in kinds]
             return lambda data: tuple(read(one) for read, one in zip(readers, _list(data), strict=True))
@@ -126,7 +126,6 @@ class Codec:
         return lambda data: tuple(read_one(one) for one in _list(data))
 
     def _dataclass(self, kind: type) -> Reader:
-        """Returns the reader of a dataclass from a dict of its fields, or from the list of their values."""
         hints = _hints(kind)
 
         def read(data: Any) -> Any:
@@ -139,14 +138,8 @@ class Codec:
 
         return read
 
-    def _flags(self, kind: type[enum.Flag], names: Any) -> enum.Flag:
-        found = kind(0)
-        for name in _list(names):
-            found |= kind[name]
-        return found
 
-
-@cache
+@functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, localns={"Self": kind})
 

@@ -4,6 +4,7 @@ Errors keep their attributes when they are pickled, because they cross process b
 workers.
 """
 
+import copyreg
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -24,17 +25,12 @@ ISSUES = "https://github.com/autoremat/autoremat/issues"
 Kind = TypeVar("Kind", bound=BaseException)
 
 
-def _restore(kind: "type[AutorematError]", args: tuple[Any, ...]) -> "AutorematError":
-    """Makes an error from ``args`` without calling ``__init__``. Used for unpickling."""
-    return kind.__new__(kind, *args)
-
-
 class AutorematError(Exception):
     """Base class of the errors that this package raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # ``Exception.__reduce__`` would call ``__init__`` with the finished message, which does not fit our signatures.
-        return _restore, (type(self), self.args), self.__dict__
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]  # it has no stub
 
 
 class OptionsError(AutorematError, ValueError):

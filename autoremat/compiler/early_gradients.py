@@ -21,8 +21,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.compiler.cuts import divided
 from autoremat.compiler.dead_code import remove_dead_code
 from autoremat.compiler.lowering import Compiled
-from autoremat.device_memory.live_optimizers import live_optimizers
-from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of
+from autoremat.device_memory.optimizer_run import live_optimizers, optimizer_memory, parameters_of
 from autoremat.options.options import Options
 from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.request.budgets import is_profile

@@ -58,7 +58,9 @@ class Link:
 
         Its buffer has ``capacity`` bytes, or more if the layout needs more.
         """
-        self._end_abandoned_loads()
+        if self._loads:  # for a backward that an error ended; freed before the copy is complete, the memory could serve others
+            compute_stream(self.device).wait_event(self._from_host.record_event(new_event(self.device)))
+            self._loads.clear()
         flat = _flat(source)
         lent = self.pool.lend(max(capacity, flat.nbytes, 1))
         copy = lent[: flat.nbytes].view(source.dtype)
@@ -104,16 +106,6 @@ class Link:
         if buffer is not None:
             compute_stream(self.device).wait_event(buffer.loaded)
         self._loads.pop(copy.data_ptr(), None)
-
-    def _end_abandoned_loads(self) -> None:
-        """Frees what was loaded for a backward that an error ended, once the copies are complete.
-
-        Freed before, the memory could serve a later tensor, and the copy would overwrite that.
-        """
-        if self._loads:
-            done = self._from_host.record_event(new_event(self.device))
-            compute_stream(self.device).wait_event(done)
-            self._loads.clear()
 
     def _count(self, direction: str, copied: torch.Tensor) -> None:
         with self._counting:

@@ -32,7 +32,7 @@ class Declaration:
 _declared: dict[str, Declaration] = {
     "transformers::grouped_mm_fallback": Declaration(grouped_products.flops, grouped_products.workspace_bytes),
     "transformers::grouped_mm_fallback_backward": Declaration(
-        grouped_products.backward_flops, grouped_products.workspace_bytes
+        lambda rows, matrices, *_, **__: 2 * grouped_products.flops(rows, matrices), grouped_products.workspace_bytes
     ),
 }
 """Declarations by "namespace::op", "namespace::op.overload" or, for Triton kernels, "triton::module.function".

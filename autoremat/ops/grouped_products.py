@@ -48,8 +48,3 @@ def workspace_bytes(*operands: Any, **_: Any) -> int:
 def flops(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__: Any) -> int:
     """Returns the FLOPs of the product of each row with the matrix of its group."""
     return 2 * size_hint(rows.shape[0]) * size_hint(matrices.shape[1]) * size_hint(matrices.shape[2])
-
-
-def backward_flops(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Returns the FLOPs of the gradients of rows and matrices."""
-    return 2 * flops(rows, matrices)

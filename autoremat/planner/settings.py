@@ -169,7 +169,7 @@ class LedgerSettings:
 
 @dataclass(frozen=True)
 class LocalSearchSettings:
-    """Moves of annealing (:mod:`autoremat.planner.exact.local_search`)."""
+    """Moves of annealing (:mod:`autoremat.planner.exact.annealing`)."""
 
     input_probability: float = 0.6
     """Highest probability that a move also recomputes a freed input instead of retaining it."""

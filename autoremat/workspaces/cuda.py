@@ -85,19 +85,13 @@ def _efficient_backward(_: Any, query: torch.Tensor, key: torch.Tensor, value: t
     return 4 * batch * heads * accumulated
 
 
-def _scan(operand: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Returns the bytes of the states of all blocks in a scan of one long row. Inductor's own scan has a buffer in its code."""
-    return size_hint(operand.numel()) // 16 + 4096
-
-
-def _none(*_: Any, **__: Any) -> int:
-    """Returns 0: cuBLAS has a workspace of its own, and a copy within a device needs no temporary tensor."""
-    return 0
-
-
 FORMULAS: dict[Any, Callable[..., int]] = {
-    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.copy_), _none),
-    **dict.fromkeys((aten.cumsum, aten.cumprod, aten.logcumsumexp), _scan),
+    # cuBLAS has a workspace of its own, and a copy within a device needs no temporary tensor.
+    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.copy_), lambda *_, **__: 0),
+    # The states of all blocks in a scan of one long row. Inductor's own scan has a buffer in its code.
+    **dict.fromkeys(
+        (aten.cumsum, aten.cumprod, aten.logcumsumexp), lambda operand, *_, **__: size_hint(operand.numel()) // 16 + 4096
+    ),
     aten._scaled_dot_product_flash_attention: _flash,
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     aten._scaled_dot_product_efficient_attention: _efficient,

@@ -85,42 +85,31 @@ def _blocked(tensor: torch.Tensor) -> int:
     return tensor_bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
 
 
-def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor) -> int:
-    return _blocked(image) + _blocked(out) + tensor_bytes(weight) + SMALL
-
-
-def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
-    """Returns the bytes of the gradient and of the image (or its gradient) in blocks."""
-    return 2 * max(_blocked(gradient), _blocked(image)) + 2 * tensor_bytes(weight) + SMALL
-
-
 def _large_convolution(args: tuple[Any, ...], result: torch.Tensor) -> int | None:
     """Returns a bound for a convolution that is too large to measure; None for types that oneDNN does not convolve."""
     if args[1].dtype not in (torch.float32, torch.bfloat16):
         return None
-    return _cpu_convolution(*args, out=result) if len(args) == 9 else _cpu_convolution_backward(*args)
-
-
-def _blocked_weight(weight: torch.Tensor) -> int:
-    """Returns the bytes of a convolution's weight that is reordered into blocks of both channel dimensions."""
-    outputs, inputs, *window = (size_hint(size) for size in weight.shape)
-    padded = [-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK for channels in (outputs, inputs)]
-    return math.prod([*padded, *window]) * weight.element_size()
+    if len(args) == 9:
+        return _blocked(args[0]) + _blocked(result) + tensor_bytes(args[1]) + SMALL
+    gradient, image, weight = args[:3]  # the image's gradient has its size
+    return 2 * max(_blocked(gradient), _blocked(image)) + 2 * tensor_bytes(weight) + SMALL
 
 
 def channels_last_workspace(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int | None:
     """Returns the workspace of a convolution that Inductor runs channels last, in bytes; None for other calls.
 
-    Only the weights and the threads' sums of weight gradients are reordered. None also for kinds of convolutions that were not
-    measured.
+    Only the weights and the threads' sums of weight gradients are reordered, into blocks of both channels. None also for kinds
+    of convolutions that were not measured.
     """
-    backward = getattr(node.target, "overloadpacket", None) is aten.convolution_backward
-    if not backward and getattr(node.target, "overloadpacket", None) is not aten.convolution:
+    backward = op_traits.packet(node) is aten.convolution_backward
+    if not backward and op_traits.packet(node) is not aten.convolution:
         return None
     weight, transposed, groups = (args[2], args[7], args[9]) if backward else (args[1], args[6], args[8])
     if groups != 1 or weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(runs_on):
         return None
-    size = _blocked_weight(weight)
+    outputs, inputs, *window = (size_hint(size) for size in weight.shape)
+    padded = [-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK for channels in (outputs, inputs)]
+    size: int = math.prod([*padded, *window]) * weight.element_size()
     return 2 * size + torch.get_num_threads() * min(size, SMALL) + SMALL if backward else size + SMALL
 
 
@@ -133,14 +122,6 @@ def layouts_under_inductor(node: fx.Node, runs_on: str) -> tuple[Layout | None, 
     """Returns the layouts in which Inductor may run the call on that device type: as traced, and channels last."""
     convolves = op_traits.packet(node) in (aten.convolution, aten.convolution_backward)
     return (None, channels_last) if convolves and lays_channels_last(runs_on) else (None,)
-
-
-def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Returns the bytes of a contiguous copy of the columns.
-
-    The result of ``im2col`` is not contiguous, although ATen declares it so.
-    """
-    return tensor_bytes(columns)
 
 
 def _lies_in_order(tensor: torch.Tensor) -> bool:
@@ -185,7 +166,8 @@ CPU: dict[Any, Callable[..., int | None]] = {
     aten._grouped_mm: grouped_products.workspace_bytes,
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-    aten.col2im: _cpu_fold,
+    # A contiguous copy of the columns. The result of ``im2col`` is not contiguous, although ATen declares it so.
+    aten.col2im: lambda columns, *_, **__: tensor_bytes(columns),
     **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _cpu_product),
 }
 

@@ -153,15 +153,15 @@ def remember() -> None:
 def _stored(key: str) -> Workspaces:
     try:
         record = json.loads(disk_cache.read_text("workspaces", key) or "")
-        return {str(name): None if row is None else _measured_of(row) for name, row in record.items()}
+        found: Workspaces = {}
+        for name, row in record.items():
+            found[str(name)] = None
+            if row is not None:
+                workspace, excess = row
+                found[str(name)] = Measured(disk_cache.checked_bytes(workspace), tuple(map(disk_cache.checked_bytes, excess)))
+        return found
     except disk_cache.UNUSABLE:
         return {}
-
-
-def _measured_of(row: Any) -> Measured:
-    """Returns the measurement of a stored row. Raises ``TypeError`` or ``ValueError`` for a row of another form."""
-    workspace, excess = row
-    return Measured(disk_cache.checked_bytes(workspace), tuple(map(disk_cache.checked_bytes, excess)))
 
 
 def runs_only_torch(node: fx.Node) -> bool:
@@ -190,19 +190,20 @@ def _measure(
 ) -> Measured | None:
     """Returns the largest workspace and excess of several runs; None if the op rejects all data."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
-
-    def lay_out(value: Any) -> Any:
-        return layout(value) if layout is not None and isinstance(value, torch.Tensor) else value
-
     found: list[Measured] = []
     try:
-        own_args, own_kwargs = torch.utils._pytree.tree_map(lambda value: lay_out(real(value)), (args, kwargs))
+        own_args, own_kwargs = torch.utils._pytree.tree_map(real, (args, kwargs))
+        if layout is not None:
+            own_args, own_kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, layout, (own_args, own_kwargs))
     except REFUSALS as error:
         log.debug("%s cannot be run by itself: %s", node.target, error)
         return None
     arguments = tensors_in((own_args, own_kwargs))
     told = _new_storages(tensors_in(result), tensors_in((args, kwargs)))
-    valid = _valid_integers(tensors_in((args, kwargs, result)))
+    # Integers from zero to the least side of all tensors are valid for any index. A kernel need not check its indices, and a
+    # wrong one could damage the process.
+    sides = (size_hint(side) for tensor in tensors_in((args, kwargs, result)) for side in tensor.shape)
+    valid = min(filter(None, sides), default=1)
     for filling in _fillings(node, any(map(_holds_integers, arguments)), valid):
         if found and filling.integers is Integers.ONES and valid == 1:
             break  # ones are then only for ops that reject zeros
@@ -226,14 +227,6 @@ def _fillings(node: fx.Node, has_integers: bool, valid: int) -> tuple[Filling, .
         ascends = valid > 1 and node.target not in COUNTS
         found += WITH_INTEGERS if ascends else WITH_INTEGERS[1:]
     return tuple(one for one in found if one.floats != 0 or node.target not in REFUSE_ZEROS)
-
-
-def _valid_integers(tensors: list[torch.Tensor]) -> int:
-    """Returns the length of a range from zero whose integers are valid for any index: the least side of all tensors.
-
-    A kernel need not check its indices, and a wrong one could damage the process.
-    """
-    return min((size_hint(side) for tensor in tensors for side in tensor.shape if size_hint(side)), default=1)
 
 
 def _holds_integers(tensor: torch.Tensor) -> bool:

@@ -17,22 +17,24 @@ from functools import cached_property
 
 import numpy as np
 
+from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import collected_constraints
 from autoremat.basics.warn import warn_of_constraint as warn
-from autoremat.planner.constraints.forms_by_name import with_forms_by_name
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.patterns import matches_op, nearest
 from autoremat.planner.constraints.policies import Policy, Region
+from autoremat.planner.graph.forms import DEVICE
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Trait
+from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Trait, Value
 from autoremat.planner.graph.schedule import Segments, build_schedule
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.settings import SETTINGS
 
 SavePattern = str | tuple[str, str]
 """A pattern of what is saved, alone or with the name of the form in which it is kept."""
 
 SHOWN = 3
-"""Number of ops that a warning names."""
+"""Number of ops, or of values, that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,6 @@ class Constraints:
     policy: Policy | None = None
     exact: bool = False
 
-    @property
-    def saved_patterns(self) -> tuple[str, ...]:
-        """The patterns of what is saved."""
-        return tuple(one if isinstance(one, str) else one[0] for one in self.save)
-
     def apply(self, graph: Graph) -> ConstrainedGraph:
         """Returns ``graph`` with these constraints added to its own.
 
@@ -82,19 +79,18 @@ class _Application:
 
     @cached_property
     def forward(self) -> Forward:
-        """The forward, divided into the parts that policies ask for."""
         return Forward(self.graph)
 
     @cached_property
     def regions(self) -> Sequence[Region]:
-        """The regions of the policy."""
         return self.constraints.policy(self.forward) if self.constraints.policy is not None else ()
 
     @cached_property
     def to_save(self) -> frozenset[int]:
         """Ops that patterns or the model save."""
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.SAVE}
-        return self._matches(self.constraints.saved_patterns, "save") | by_model
+        patterns = [one if isinstance(one, str) else one[0] for one in self.constraints.save]
+        return self._matches(patterns, "save") | by_model
 
     @cached_property
     def to_recompute(self) -> frozenset[int]:
@@ -166,7 +162,7 @@ class _Application:
                          else Constraint.RECOMPUTE if index in recomputed else rest)
             for index, op in enumerate(self.graph.ops)
         )  # fmt: skip
-        graph, bound = with_forms_by_name(replace(self.graph, ops=ops), self.forms)
+        graph, bound = _with_forms(replace(self.graph, ops=ops), self.forms)
         candidate = None if self.constraints.policy is None else self._candidate(graph, recomputed)
         return ConstrainedGraph(graph, candidate, bound)
 
@@ -230,6 +226,40 @@ def _warn_of_the_model(graph: Graph) -> None:
     if refused:
         warn(f"checkpoint regions of the model: {len(refused)} of {len(ordered)} ops cannot be recomputed and are saved where "
               f"needed: {_named(refused)}")  # fmt: skip
+
+
+def _with_forms(graph: Graph, named: Mapping[int, str]) -> tuple[Graph, frozenset[int]]:
+    """Returns ``graph``, whose values have only the forms ``named`` for them, and the values that have these.
+
+    A value that cannot have its form stays on the device. A ``ConstraintWarning`` names those that the backward reads.
+    """
+    if not named:
+        return graph, frozenset()
+    values, bound, refused = list(graph.values), set[int](), dict[str, list[str]]()
+    again = {v for op in graph.ops if op.constraint is Constraint.RECOMPUTE for v in op.outputs}
+    for number, name in named.items():
+        value = values[number]
+        forms = tuple(form for form in value.forms if form.name == name)
+        values[number] = replace(value, forms=forms)
+        if forms:
+            bound.add(number)
+        elif name != DEVICE and number in graph.backward_needs - again:
+            refused.setdefault(name, []).append(f"{value.name} ({_why_not(graph, number, value)})")
+    for name, texts in refused.items():
+        more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        warn(f"save: {len(texts)} of the named tensors cannot be kept in the form {name!r} and stay on the device: "
+             f"{'; '.join(texts[:SHOWN])}{more}")  # fmt: skip
+    return replace(graph, values=tuple(values)), frozenset(bound)
+
+
+def _why_not(graph: Graph, number: int, value: Value) -> str:
+    if number in graph.forward_outputs:
+        return "the caller holds it"
+    if value.forms:
+        return f"it can only have the forms {[form.name for form in value.forms]}"
+    if value.bytes < SETTINGS.forms.minimum_bytes:
+        return f"it has {format_bytes(value.bytes)}, and the least is {format_bytes(SETTINGS.forms.minimum_bytes)}"
+    return "it has no other form on this device, something writes to it, or it is no dense tensor of its own"
 
 
 def _why_once(op: Op) -> str:

@@ -150,7 +150,7 @@ class Forward:
 
     def _core(self, last: int) -> Ops:
         """Returns the attention core that ends with op ``last``, or an empty tuple."""
-        if _is_fused_attention(self.ops[last]):
+        if "scaled_dot_product" in self.ops[last].target or self.ops[last].target.startswith("flex_attention"):
             return (last,)
         if not _is_product(self.ops[last]):
             return ()
@@ -199,7 +199,3 @@ def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
 
 def _is_product(op: Op) -> bool:
     return op.target.startswith(("aten.bmm", "aten.baddbmm", "aten.matmul"))
-
-
-def _is_fused_attention(op: Op) -> bool:
-    return "scaled_dot_product" in op.target or op.target.startswith("flex_attention")
