@@ -54,16 +54,8 @@ class Region:
     is_enabled: bool
 
 
-def with_autocast_of_cuda(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns ``module`` with the casts of its autocast regions on CUDA as ops of their own, rewritten in place."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            _write_casts(part.graph)
-            part.recompile()
-    return module
-
-
-def _write_casts(graph: fx.Graph) -> None:
+def write_casts(graph: fx.Graph) -> None:
+    """Makes the casts of the autocast regions on CUDA ops of their own, in place."""
     regions: dict[fx.Node, Region] = {}
     for node in list(graph.nodes):
         if node.target is ENTER and node.args[0] == "cuda":

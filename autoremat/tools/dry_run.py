@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,8 +24,11 @@ from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors, inductor_lowering, named_card
 
 
-def refuse_without_code(target: Target) -> None:
-    """Raises ``OptionsError`` if no code can be generated here for the target."""
+def _refuse_without_code(options: Options, target: Target) -> None:
+    if options.compiler != "inductor":
+        raise OptionsError(
+            f'lower=True: compiler={options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
+        )
     if target.cuda_name is None:
         return
     if target.traced_on.type == "cuda":
@@ -46,39 +49,6 @@ def refuse_without_code(target: Target) -> None:
         )
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """Generates the code of a step's captured graphs for one target, and compiles no kernel."""
-
-    options: Options
-    target: Target
-    resident_bytes: int
-    """Bytes of the parameters, buffers and inputs."""
-
-    def report(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Report | None:
-        """Returns the report of the final plan with the peak of its code; None if the graph has no backward."""
-        inputs = fake_tensors.own_inputs(inputs)
-        request = self.target.request(self.options, module, inputs, self.resident_bytes)
-        request = replace(request, on_planning_error="raise")
-        patches = {**compilers.asked_config(self.options), **fake_tensors.RUNS_NOTHING}
-        source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
-        with self.target.tracing(), inductor_lowering.without_kernels():
-            return compile_graph(source, request).report
-
-
-def dry_run(options: Options, target: Target, resident_bytes: int) -> DryRun:
-    """Returns the dry run for the target.
-
-    Raises ``OptionsError`` if ``compiler`` generates no code, or if none can be generated here for the target.
-    """
-    if options.compiler != "inductor":
-        raise OptionsError(
-            f'lower=True: compiler={options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
-        )
-    refuse_without_code(target)
-    return DryRun(options, target, resident_bytes)
-
-
 def dry_runs(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
@@ -88,15 +58,26 @@ def dry_runs(
 ) -> tuple[list[Report], tuple[str, ...]]:
     """Returns the reports of the step's graphs that train, in sequence (at least one), and notes on the dry run.
 
-    Raises ``OptionsError`` if no code can be generated, or if the budget is a step profile.
+    Raises ``OptionsError`` if ``compiler`` generates no code, if none can be generated here for the device, or if the budget is
+    a step profile.
     """
     refuse_step_profiles(options)
+    asked = compilers.asked_config(options)
 
-    def visiting(target: Target, resident: int) -> CapturedVisitor[Report | None]:
-        lowered = dry_run(options, target, resident)
-        return lambda module, inputs: [lowered.report(module, inputs)]
+    def visiting(target: Target, resident_bytes: int) -> CapturedVisitor[Report | None]:
+        _refuse_without_code(options, target)
+
+        def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Report | None]:
+            inputs = fake_tensors.own_inputs(inputs)
+            request = replace(target.request(options, module, inputs, resident_bytes), on_planning_error="raise")
+            patches = {**asked, **fake_tensors.RUNS_NOTHING}
+            source = GraphSource(target.as_on_card(module), inputs, patches, target.cuda_name, True)
+            with target.tracing(), inductor_lowering.without_kernels():
+                return [compile_graph(source, request).report]
+
+        return visit
 
     found, notes = trace(model_or_fn, args, kwargs, device, visiting)
-    if left_out := [key for key in fake_tensors.RUNS_NOTHING if compilers.asked_config(options).get(key)]:
+    if left_out := [key for key in fake_tensors.RUNS_NOTHING if asked.get(key)]:
         notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
     return found, notes

@@ -21,9 +21,8 @@ from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_me
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
-from autoremat.tools.cuda_attention import attention_on_cuda, with_attention_of_cuda
-from autoremat.tools.cuda_autocast import with_autocast_of_cuda
-from autoremat.tools.cuda_norms import with_norms_of_cuda
+from autoremat.tools.cuda_autocast import write_casts
+from autoremat.tools.cuda_kernels import attention_on_cuda, use_kernels_of_cuda
 from autoremat.torch_private import named_card
 
 
@@ -43,9 +42,12 @@ class Target:
 
     def as_on_card(self, module: fx.GraphModule) -> fx.GraphModule:
         """Returns ``module``, rewritten in place with the casts and the kernels of a card that the CPU represents."""
-        if not self.is_represented:
-            return module
-        return with_norms_of_cuda(with_attention_of_cuda(with_autocast_of_cuda(module), self.capability))
+        for part in module.modules() if self.is_represented else ():
+            if isinstance(part, fx.GraphModule):
+                write_casts(part.graph)
+                use_kernels_of_cuda(part.graph, self.capability)
+                part.recompile()
+        return module
 
     def tracing(self) -> AbstractContextManager[None]:
         """Returns the context in which torch traces a graph for this device, also for a card that the CPU represents."""

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.tools.cuda_autocast import with_autocast_of_cuda
+from autoremat.tools.cuda_autocast import write_casts
 from autoremat.torch_private.seen_on_card import decided_as_on_card
 
 pytestmark = [
@@ -33,7 +33,9 @@ def results(function, *inputs: torch.Tensor):
     torch._dynamo.reset()
     torch.compile(function, backend=keep)(*inputs)
     (module,) = captured
-    return with_autocast_of_cuda(module)(*inputs)
+    write_casts(module.graph)
+    module.recompile()
+    return module(*inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

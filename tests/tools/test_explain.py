@@ -22,7 +22,7 @@ from autoremat.planner.search.pareto_front import OURS
 from autoremat.report.decisions import Decision, Reason
 from autoremat.report.report import Report
 from autoremat.report.text_tables import figures
-from autoremat.tools.cuda_attention import attention_on_cuda
+from autoremat.tools.cuda_kernels import attention_on_cuda
 
 MIB = 1 << 20
 EAGER = {"compiler": "aot_eager"}

@@ -1,18 +1,25 @@
-"""Attention as CUDA computes it, for graphs that are planned for a CUDA device on a machine without one.
+"""Attention and norms as CUDA computes them, for graphs that are planned for a CUDA device on a machine without one.
 
 ``scaled_dot_product_attention`` chooses its kernel by the device, and the kernels differ in the tensors that they save. Fused
-kernels save one number per query; the plain product saves the whole matrix of probabilities.
+kernels save one number per query; the plain product saves the whole matrix of probabilities. The root-mean-square norm of CUDA
+has a backward of its own. The CPU has no kernel for it, so autograd takes the norm apart there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from autoremat.tools.attention_rules import Attention, Capability
 
 aten = torch.ops.aten
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Memory formats by number of dimensions."""
 
 BIAS_ALIGNMENT = 8
 """Memory-efficient attention reads masks whose rows begin at a multiple of so many elements."""
@@ -72,15 +79,48 @@ def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
 
 
-def with_attention_of_cuda(module: fx.GraphModule, capability: Capability) -> fx.GraphModule:
-    """Returns ``module``, rewritten in place to use the attention kernels of CUDA devices of the ``capability``.
+class _FusedNorm(torch.autograd.Function):
+    """The kernel of CUDA and its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        out: Tensor
+        out, inverse_deviation = aten._fused_rms_norm(image, shape, weight, eps)
+        ctx.shape = shape
+        ctx.save_for_backward(image, weight, inverse_deviation)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        image, weight, inverse_deviation = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        of_image, of_weight = aten._fused_rms_norm_backward(gradient, image, ctx.shape, inverse_deviation, weight, wanted)
+        return of_image, None, of_weight, None
+
+
+def norm_on_cuda(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Returns ``rms_norm`` with the backward that it has on CUDA.
+
+    Torch has no kernel for images with the channels last, for complex numbers, and for a weight of another type.
+    """
+    last = CHANNELS_LAST.get(input.dim())
+    is_last = last is not None and input.is_contiguous(memory_format=last) and not input.is_contiguous()
+    if is_last or input.is_complex() or (weight is not None and weight.dtype is not input.dtype):
+        return F.rms_norm(input, list(normalized_shape), weight, eps)
+    out: Tensor = _FusedNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def use_kernels_of_cuda(graph: fx.Graph, capability: Capability) -> None:
+    """Has ``graph`` use the attention kernels of CUDA devices of the ``capability``, and the norms of CUDA, in place.
 
     The device of its fake tensors no longer decides which kernel is taken.
     """
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-                node.target = attention_on_cuda
-                node.kwargs = {**node.kwargs, "capability": capability}
-            part.recompile()
-    return module
+    for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        node.target = attention_on_cuda
+        node.kwargs = {**node.kwargs, "capability": capability}
+    for target in (F.rms_norm, torch.rms_norm):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target = norm_on_cuda
