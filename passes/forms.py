@@ -97,7 +97,6 @@ class AsShards(FormNodes):
 
 
 def _size(holder: fx.Node, form: Form) -> int:
-    """Returns the number of elements of a node's tensor. Raises ``PlanInvalid`` if it is symbolic."""
     size = holder.meta["val"].numel()
     if not isinstance(size, int):
         raise PlanInvalid(f"{holder.name} has no form {form.name!r} that a graph can carry out: its size is symbolic")
@@ -123,7 +122,6 @@ def _outermost_first(holder: fx.Node) -> list[int]:
 
 
 def _positions(call: Callable[..., fx.Node], holder: fx.Node) -> fx.Node:
-    """Returns a node with the positions of the bits in a byte."""
     device = holder.meta["val"].device
     return call(prims.iota.default, 8, start=0, step=1, dtype=torch.uint8, device=device, requires_grad=False)
 

@@ -34,8 +34,6 @@ STORED = "autoremat_stored_value"
 
 @dataclass(frozen=True)
 class _Transfers:
-    """A stay with what carries it out."""
-
     stay: Stay
     form: Form
     nodes: FormNodes
@@ -44,7 +42,6 @@ class _Transfers:
 
 
 def _transfers(capture: Capture, schedule: Schedule) -> list[_Transfers]:
-    """Returns the stays of ``schedule``. Raises ``PlanInvalid`` for one that does not fit the graph."""
     begin, end = len(schedule.forward), len(schedule.sequence)
     saved = frozenset(schedule.saved(capture.graph)) if schedule.stays else frozenset()
     found: list[_Transfers] = []
@@ -93,10 +90,7 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
 
 
 def _gather_forward(capture: Capture, holders: list[fx.Node]) -> None:
-    """Moves what the forward runs, and ``holders``, before the first op of the backward, with all that it reads.
-
-    Ops that write to inputs are traced behind that one. A store that follows them would otherwise stand behind its load.
-    """
+    """Moves what the forward runs, and ``holders``, before the backward: ops that write to inputs are traced later."""
     begin = next(iter(capture.op_nodes[capture.graph.num_forward :]), capture.joint.graph.output_node())
     late = set(itertools.takewhile(lambda node: node is not begin, reversed(capture.joint.graph.nodes)))
 

@@ -74,7 +74,6 @@ def _interface(graph: fx.Graph) -> dict[str, list[str]]:
 
 
 def _described(leaf: Any) -> str:
-    """Returns the type, sizes and layout of a node's result; the text of anything else."""
     value = leaf.meta.get("val", "unknown") if isinstance(leaf, fx.Node) else leaf
     if not isinstance(value, torch.Tensor):
         return str(value)

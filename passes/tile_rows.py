@@ -85,7 +85,6 @@ def _widens(node: fx.Node) -> bool:
 
 
 def _row_by_row(graph: fx.Graph, count: int, excluded: set[fx.Node]) -> Region:
-    """Returns all nodes that can run on parts of ``count`` rows, but those that are excluded."""
     region = Region(count)
     for node in graph.nodes:
         if node.op == "call_function" and node not in excluded and COMPARED not in node.meta:  # a tile would run it again
@@ -114,8 +113,6 @@ def _bytes(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class _Cutting:
-    """Cuts the stretches out of ``by_rows``, all nodes that compute row by row."""
-
     by_rows: Region
     stages: dict[fx.Node, int]
 

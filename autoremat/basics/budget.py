@@ -75,7 +75,6 @@ def refuse_likely_percent(value: object, name: str, forms: str) -> None:
 
 
 def _share(share: float, value: object, name: str, forms: str) -> float:
-    """Returns ``share``, which the user wrote as ``value``."""
     if not LEAST_SHARE <= share <= 1:
         raise refused(name, value, forms)
     return share

@@ -192,10 +192,7 @@ def size_limit() -> int:
 
 
 def _evict() -> None:
-    """Deletes abandoned temporary files and, if the cache is over its limit, the least recently used reports.
-
-    Eviction continues until a tenth of the limit is free.
-    """
+    """Deletes abandoned temporary files, and the least recently used reports until a tenth of the limit is free."""
     files = [file for kind in KINDS for file in stored(kind) if kind in EVICTED or file.path.suffix == ".tmp"]
     limit, forgotten = size_limit(), time.time() - LEFT_OVER
     excess = sum(file.bytes for file in files) - limit

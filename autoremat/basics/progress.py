@@ -41,8 +41,6 @@ def progress_in_environment() -> bool:
 
 
 class _Status:
-    """The titles of nested work, the outermost first, and the stage of the innermost."""
-
     def __init__(self, begin: float, console: Console | None) -> None:
         self.titles, self.begin, self.console, self.told = list[str](), begin, console, time.monotonic()
         self.stage = ""

@@ -96,7 +96,6 @@ def _flops(node: fx.Node, flops: int) -> Task:
 
 
 def _convolution_rate(node: fx.Node) -> Rate:
-    """Returns the rate of a convolution by its kernel (pointwise, depthwise, other), forward or backward."""
     backward = op_traits.facts(node).rate is Rate.CONVOLUTION_BACKWARD
     # Arguments are (image, weight, ..., groups). The backward has the result's gradient in front.
     weight = _operands(node)[2 if backward else 1]
@@ -140,7 +139,6 @@ def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
 
 
 def _changes_layout(node: fx.Node) -> bool:
-    """Returns True for a copy in which another dimension is dense than in the operand."""
     (operand,), (result,) = _operands(node), tensors_in(node.meta["val"])
     before = _dense_dimensions(operand)
     return bool(before) and not before & _dense_dimensions(result)

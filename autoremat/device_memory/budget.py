@@ -95,8 +95,6 @@ def device_budget(
 
 @dataclass(frozen=True)
 class _WholeDevice:
-    """The device whose memory is shared out."""
-
     name: str
     device_type: str
     """Type of the tensors that stand for those of the device: "cpu" for a CUDA device that is not here."""
@@ -147,7 +145,6 @@ class _WholeDevice:
 
 
 def _whole_device(total: int | str, modules: Sequence[nn.Module], device: str | torch.device | None) -> _WholeDevice:
-    """Returns the device of ``total``. Raises ``OptionsError`` for a device that is neither torch's nor a known card."""
     named = str(device) if device is not None else total if isinstance(total, str) else ""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     own = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -165,7 +162,6 @@ def _whole_device(total: int | str, modules: Sequence[nn.Module], device: str | 
 
 
 def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False) -> _WholeDevice:
-    """Returns a CUDA device; one that is not here is represented by the CPU."""
     if not is_here:
         return _WholeDevice(name, "cpu", is_cuda=True, moved=True)
     index = torch.cuda.current_device() if device.index is None else device.index

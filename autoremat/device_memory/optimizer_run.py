@@ -66,7 +66,6 @@ def optimizer_memory(
 
 
 def _run(optimizers: Sequence[Optimizer], live: LiveBytes, to: torch.device | None, stands_for_cuda: bool) -> OptimizerMemory:
-    """Returns the memory that ``live`` counts in steps of fake copies of the optimizers."""
     copies = FakeCopies(live.mode, to)
     copied = [fake_copy(unwrapped(optimizer), copies) for optimizer in optimizers]
     for parameter in parameters_of(copied):
@@ -102,7 +101,6 @@ def _workspace_of_product(runs_on: str, op: Any, args: Sequence[Any], named: Map
 
 
 def _step(optimizer: Optimizer, name: str, live: LiveBytes) -> None:
-    """Runs one step. Raises ``OptimizerUnpredictable`` for any error in it."""
     try:
         with live:
             step_of(optimizer)()

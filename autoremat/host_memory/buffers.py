@@ -44,7 +44,6 @@ class Buffer:
 
 
 def _lock_pages(buffer: Buffer) -> None:
-    """Locks the pages of ``buffer`` until it is dropped, so that the device copies them by itself."""
     size, driver = buffer.memory.nbytes, torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if status := int(driver.cudaHostRegister(buffer.address, size, 0)):
         raise MemoryError(

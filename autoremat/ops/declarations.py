@@ -156,7 +156,6 @@ def _checked(value: Amount, argument: str, name: str) -> Amount:
 
 
 def _text(value: Any) -> str:
-    """Returns text for a number or a function. The text is the same in every process."""
     code = getattr(value, "__code__", None)
     if code is None:
         return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

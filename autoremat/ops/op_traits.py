@@ -254,10 +254,7 @@ def without_data(value: Any) -> Any:
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, matmuls: int) -> int:
-    """Returns the FLOPs of ``matmuls`` products of the attention matrix's size.
-
-    The forward needs 2 such products, the backward 5 (Dao et al., 2022).
-    """
+    """The forward needs 2 products of the attention matrix's size, the backward 5 (Dao et al., 2022)."""
     batch, heads, queries, width = (size_hint(s) for s in query.shape)
     keys, value_width = size_hint(key.shape[2]), size_hint(value.shape[3])
     return matmuls * batch * heads * queries * keys * (width + value_width)
@@ -266,10 +263,7 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 def _convolution_backward_flops(
     gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *arguments: Any, **_: Any
 ) -> int:
-    """Returns the FLOPs of the gradients of image and weight, each as many as the forward has.
-
-    Torch's own formula counts the weight's gradient as if there were one group.
-    """
+    """Torch's own formula counts the weight's gradient as if there were one group."""
     transposed, wanted = arguments[4], arguments[-1]
     positions = (image if transposed else gradient).shape
     per_position = [size_hint(size) for size in weight.shape[1:]]

@@ -44,7 +44,6 @@ def ends_pass(node: fx.Node, multiprocessors: int) -> bool:
 
 
 def _reduced(node: fx.Node, operand: torch.Tensor) -> set[int]:
-    """Returns the dimensions of ``operand`` that the reduction ``node`` reduces: all, unless its arguments name some."""
     target: Any = node.target
     named = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
     if "normalized_shape" in named:

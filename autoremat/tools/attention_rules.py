@@ -80,11 +80,7 @@ class Attention:
         return (has_columns or is_single) and (self.mask is None or self.mask.stride(-1) == 1)
 
     def _has_heads(self, takes_groups: bool, together: bool) -> bool:
-        """Returns True if the batches are equal and each head of the queries has its heads of keys and values.
-
-        Several heads share one under ``enable_gqa`` if the kernel ``takes_groups``; keys and values have equal heads if they
-        are ``together``. From torch 2.14, all heads may share one.
-        """
+        """Several heads share one under ``enable_gqa`` if the kernel ``takes_groups``; from torch 2.14, all may share one."""
         if len({tensor.shape[0] for tensor in self._operands}) > 1:
             return False
         queries, keys, values = (tensor.shape[1] for tensor in self._operands)
@@ -109,7 +105,6 @@ class Attention:
         return self._has_mask_of_cudnn() and self._has_widths_of_cudnn()
 
     def _has_mask_of_cudnn(self) -> bool:
-        """Returns True if there is no mask, or one of two or four dimensions, without a gradient."""
         if self.mask is None:
             return True
         if self.mask.requires_grad or self.mask.dim() not in (2, 4):
@@ -118,7 +113,6 @@ class Attention:
         return all(size in (1, most) for size, most in zip(self.mask.shape, wanted, strict=True))
 
     def _has_widths_of_cudnn(self) -> bool:
-        """Returns True if cuDNN supports the head widths of query and value on this architecture."""
         widths = self._widths
         if any(width % 8 for width in widths):
             return False

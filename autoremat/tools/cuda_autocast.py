@@ -70,7 +70,6 @@ def write_casts(graph: fx.Graph) -> None:
 
 
 def _cast_in(node: fx.Node, region: Region) -> None:
-    """Casts the arguments of one op to the type that autocast gives it."""
     if not region.is_enabled or node.op not in ("call_function", "call_method"):
         return
     if node.target is F.cross_entropy:

@@ -80,8 +80,6 @@ def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The kernel of CUDA and its backward."""
-
     @staticmethod
     def forward(ctx: Any, image: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
         out: Tensor

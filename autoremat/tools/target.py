@@ -105,7 +105,6 @@ def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]
 
 
 def _named(name: str) -> Target:
-    """Returns the target for the CUDA device of that name, described by its data sheet."""
     if torch.cuda.is_available():
         return Target(torch.device("cuda"), name)
     notes = [f"no CUDA device is here: traced on the CPU, planned by the figures of {name}"]

@@ -112,11 +112,7 @@ def trace(
 
 
 def _stopped(error: Exception, found: bool) -> str:
-    """Returns a note on the error that ended the tracing early.
-
-    Raises the error if it is one of this package, or a warning that is raised as an error. Raises ``CaptureError`` if no graph
-    was found before.
-    """
+    """Returns a note on the error that ended the tracing early. Raises it if it is of this package, or came first."""
     for cause in causes(error):
         if isinstance(cause, (AutorematError, Warning)):  # users can turn warnings into errors
             raise cause from None
@@ -145,11 +141,7 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 def _borrowed(
     models: Sequence[nn.Module], around: Sequence[object], fake: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Replaces the parameters and buffers of ``models`` by fake tensors while the body runs.
-
-    Afterwards the attributes of the modules are restored, and so are the lists, dicts and sets in them and in ``around``. No
-    fake tensor remains there.
-    """
+    """Replaces parameters and buffers by fake tensors, and restores them and all containers in ``models`` and ``around``."""
     parts = list(dict.fromkeys(part for model in models for part in model.modules()))
     kept = _contents([*(vars(part) for part in parts), *around])
     try:

@@ -52,7 +52,6 @@ def backward_node(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> Node | 
 
 
 def _levels(tensors: Iterable[Any]) -> Iterator[list[Node]]:
-    """Yields the autograd nodes of ``tensors``, then their successors, ``VIEWS_DEEP`` levels in all."""
     level = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
     for _ in range(VIEWS_DEEP):
         yield level

@@ -1,7 +1,4 @@
-"""Torch's private names for its compilers: Inductor with its settings, and AOTAutograd alone.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for its compilers: Inductor with its settings, and AOTAutograd alone."""
 
 from __future__ import annotations
 

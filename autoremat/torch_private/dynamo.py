@@ -1,7 +1,4 @@
-"""Torch's private names for Dynamo: what it notes beside a captured graph, graph breaks and skipped frames.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for Dynamo: what it notes beside a captured graph, graph breaks and skipped frames."""
 
 from __future__ import annotations
 

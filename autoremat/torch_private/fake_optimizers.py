@@ -1,7 +1,4 @@
-"""Torch's private names for a copy of an optimizer whose tensors are fake.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for a copy of an optimizer whose tensors are fake."""
 
 from __future__ import annotations
 
@@ -88,7 +85,6 @@ def fake_copy(optimizer: Optimizer, copies: FakeCopies) -> Optimizer:
 
 
 def _faked(value: Any, copies: FakeCopies) -> Any:
-    """Returns ``value`` with fake tensors, through optimizers, lists, tuples and dicts. Other objects stay the same ones."""
     if isinstance(value, Optimizer):
         return fake_copy(value, copies)
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,4 @@
-"""Torch's private names for fake tensors, and for tracing a step without compiling or running it.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for fake tensors, and for tracing a step without compiling or running it."""
 
 from __future__ import annotations
 

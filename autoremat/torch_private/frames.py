@@ -1,6 +1,6 @@
 """Torch's private names for the frames of Python that Dynamo looks at: which it gives up, and why.
 
-A frame that Dynamo gives up runs uncompiled, and no backend hears of it. This module decides nothing about plans.
+A frame that Dynamo gives up runs uncompiled, and no backend hears of it.
 """
 
 from __future__ import annotations
@@ -100,10 +100,7 @@ class GivenUp:
 
 
 def _computes(code: CodeType, why_skipped: str) -> bool:
-    """Returns True for a frame that Dynamo skips although it may be all of a compiled step.
-
-    It runs within a mode of torch's dispatcher, or is the forward of a module of torch that no function of the user calls.
-    """
+    """Returns True for a frame within a dispatch mode, and for a module of torch that no function of the user calls."""
     if MODE in why_skipped:
         return True
     file = code.co_filename.replace("\\", "/")

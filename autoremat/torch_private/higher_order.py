@@ -1,7 +1,4 @@
-"""Torch's private names for higher-order ops: their names, their bodies, and the ops or kernels that they wrap.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for higher-order ops: their names, their bodies, and the ops or kernels that they wrap."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Torch's private names for Inductor's lowering: the peak of its generated code, and the sequence of its kernels.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for Inductor's lowering: the peak of its generated code, and the sequence of its kernels."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ class LoweredPeak:
 
 
 def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
-    """Returns the peak of the scheduler's buffers, in bytes, for generated code that :func:`replay` cannot read.
-
-    The estimate ignores in-place buffer reuse. It counts buffers in ``held`` as live until the end.
-    """
+    """Returns a peak without in-place reuse, for code that :func:`replay` cannot read. ``held`` live until the end."""
     from torch._inductor import memory
 
     scheduler, ordered_set = lowering.scheduler, torch.utils._ordered_set.OrderedSet
@@ -96,11 +90,10 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
 
 
 def _run_after(node: Any, earlier: Any) -> None:
-    """Makes the scheduler keep ``node`` behind ``earlier``.
+    """Fixes the sequence of two nodes by a weak dependency, which keeps no buffer live.
 
-    A weak dependency fixes the sequence of the two nodes and keeps no buffer live. The graph's own ``additional_buffer_deps``
-    would also make the node a user of the buffer. Inductor writes no buffer in place that has such a user, or that is read in
-    two ways.
+    The graph's own ``additional_buffer_deps`` would make the node a user of the buffer. Inductor writes no buffer in place that
+    has such a user, or that is read in two ways.
     """
     from torch._inductor.dependencies import WeakDep
 
@@ -110,10 +103,9 @@ def _run_after(node: Any, earlier: Any) -> None:
 
 
 def _pin_order(scheduler: Any) -> None:
-    """Keeps the graph's sequence of extern kernels and templates.
+    """Keeps the graph's sequence of extern kernels and templates, and all other nodes between the same two of them.
 
-    Fusion may merge nodes between two of them, but moves no node past one. Without this, the scheduler moves a late
-    recomputation to an early op that reads the same buffer.
+    Without this, the scheduler moves a late recomputation to an early op that reads the same buffer.
     """
     from torch._inductor import ir
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
@@ -135,10 +127,9 @@ def _pin_order(scheduler: Any) -> None:
 
 
 def _keep_ancestors_that_run_before(scheduler: Any) -> None:
-    """Removes from each node's ancestors those that a later pass moved behind it.
+    """Removes from each node's ancestors those that a pass of communication moved behind it, which may still have to read.
 
-    Inductor writes a buffer in place if all its other readers are ancestors. Passes that overlap communication with computation
-    do not observe the dependencies of ``_pin_order``, so an ancestor by such a dependency alone may still have to read.
+    Inductor writes a buffer in place if all its other readers are ancestors.
     """
     started: set[str] = set()
     for node in scheduler.nodes:

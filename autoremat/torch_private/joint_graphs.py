@@ -1,7 +1,4 @@
-"""Torch's private names for joint graphs: AOTAutograd's marks on nodes, and the steps of torch's partitioner.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for joint graphs: AOTAutograd's marks on nodes, and the steps of torch's partitioner."""
 
 from __future__ import annotations
 
@@ -96,11 +93,7 @@ def prepare_joint(
 
 
 def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph:
-    """Returns the graph with equal calls merged.
-
-    Since torch 2.14, a call that only the forward needs is not merged with one that the backward needs. A model that computes
-    something again in its backward does not want it saved.
-    """
+    """Since torch 2.14, a call of the forward is not merged with one that the backward needs: a model may not want it saved."""
     merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
     if names.resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)") is None:
         return merge(joint.graph)
@@ -109,10 +102,7 @@ def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) 
 
 
 def _tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Tags nodes that were traced in the backward and that outputs of the forward need.
-
-    Inductor's chunker computes gradients in the forward: its chunks need such nodes before the loss is there.
-    """
+    """Inductor's chunker computes gradients in the forward: its chunks need nodes of the backward before the loss is there."""
     outputs, _ = joint_outputs(joint, num_fwd_outputs)
     for node in _needed_for(outputs):
         if is_traced_in_backward(node):
@@ -131,10 +121,7 @@ def _needed_for(outputs: Sequence[Any]) -> set[fx.Node]:
 
 
 def _run_effects_once(joint: fx.GraphModule) -> None:
-    """Turns constraints to recompute an effect into constraints to save its results, with a warning.
-
-    Torch 2.15 raises an error for such a constraint; earlier versions fail later.
-    """
+    """Torch 2.15 raises an error for a constraint to recompute an effect; earlier versions fail later."""
     for node in joint.graph.nodes:
         if is_with_effects(node) and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -1,7 +1,4 @@
-"""Torch's private names for running code on fake tensors while the bytes of its tensors are counted.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for running code on fake tensors while the bytes of its tensors are counted."""
 
 from __future__ import annotations
 

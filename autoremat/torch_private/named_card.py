@@ -2,7 +2,6 @@
 
 Without a CUDA device, autograd and many functions refuse even fake CUDA tensors. Tensors of the CPU therefore stand for those
 of the card until Inductor lowers a graph. The graph then moves to the card, and the data sheet answers Inductor's questions.
-This module decides nothing about plans.
 """
 
 from __future__ import annotations
@@ -74,8 +73,6 @@ def move_to_card(graph: fx.GraphModule, inputs: Sequence[object]) -> Sequence[ob
 
 @dataclass
 class _Move:
-    """Moves the tensors of one graph from the CPU to the card."""
-
     memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """By storage on the CPU: a tensor that keeps it, and the same memory of the card as bytes."""
 
@@ -150,22 +147,17 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
 def _lower_on_card(
     init: Method, lowering: Any, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **keywords: Any
 ) -> None:
-    """Constructs the lowering of ``gm`` after moving it to the card."""
     init(lowering, gm, move_to_card(gm, example_inputs or []), **keywords)
 
 
 def _run_on_card(run: Method, lowering: Any, *inputs: Any) -> Any:
-    """Lowers a graph that was moved to the card, with the inputs that its placeholders stand for."""
     placeholders = lowering.module.graph.find_nodes(op="placeholder")
     held = (node.meta.get("val") for node in placeholders)
     return run(lowering, *(a if isinstance(a, torch.Tensor) else b for a, b in zip(held, inputs, strict=True)))
 
 
 def _format_of_convolution(method: Method, image: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
-    """Returns the memory format of a convolution's results. On the card it is cuDNN's, which a torch for CPUs does not ask.
-
-    That of the channels last if an operand has it (``cudnn_conv_suggest_memory_format`` in torch's `ConvUtils.h`).
-    """
+    """On the card it is cuDNN's (``cudnn_conv_suggest_memory_format`` in `ConvUtils.h`), which a CPU does not ask."""
     from torch._prims_common import suggest_memory_format
 
     if image.device.type != CARD.type:
@@ -177,7 +169,6 @@ def _format_of_convolution(method: Method, image: torch.Tensor, weight: torch.Te
 
 
 def _properties(sheet: Datasheet, name: str) -> SimpleNamespace:
-    """Returns the card's properties in the form of `torch.cuda.get_device_properties`."""
     return SimpleNamespace(
         name=name,
         major=sheet.capability[0],
@@ -194,7 +185,6 @@ def _properties(sheet: Datasheet, name: str) -> SimpleNamespace:
 
 
 def _interface(properties: SimpleNamespace, capability: tuple[int, int]) -> Any:
-    """Returns the answers of the card to Dynamo and Inductor, in the form of torch's interface of a device."""
     from torch._dynamo.device_interface import DeviceInterface
 
     answers = {

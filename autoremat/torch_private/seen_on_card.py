@@ -70,8 +70,6 @@ def _finding(card: bool) -> Iterator[None]:
 
 
 class _OpsOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls each op with the devices of the CPU in place of the card's, and lets it find the CPU."""
-
     supports_higher_order_operators = True
 
     def __torch_dispatch__(
@@ -83,7 +81,6 @@ class _OpsOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _convert_on_cpu(from_tensor: Method, *arguments: Any, **keywords: Any) -> Any:
-    """Returns a fake tensor of a mode for one of another mode, on the same device."""
     with _finding(False):
         return from_tensor(*arguments, **keywords)
 

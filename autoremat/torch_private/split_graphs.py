@@ -1,7 +1,4 @@
-"""Torch's private names for graphs that are compiled in parts: for the buckets of data parallelism, or for early gradients.
-
-This module decides nothing about plans.
-"""
+"""Torch's private names for graphs that are compiled in parts: for the buckets of data parallelism, or for early gradients."""
 
 from __future__ import annotations
 
@@ -153,8 +150,6 @@ def _as_fake(value: Any, mode: Any) -> Any:
 
 
 class _Walk(fx.Interpreter):
-    """Calls the parts of a split graph one by one on fake tensors, and keeps the inputs and results of each."""
-
     def __init__(self, owner: Any) -> None:
         super().__init__(owner.module, garbage_collect_values=False)
         self.fake_mode = owner.fake_mode

@@ -76,7 +76,6 @@ Ranges = Mapping[Any, tuple[int, int]]
 
 
 def _ranges(expression: Any, shapes: Any) -> Ranges:
-    """Returns the planned ranges, and those of the sizes in ``expression`` that depend on data."""
     planned = _planned.get()
     found = {s: _range_of(s, shapes) for s in _dependent_on_data(expression, shapes) if s not in planned}
     return planned | found if found else planned
@@ -95,7 +94,6 @@ def _range_of(symbol: Any, shapes: Any) -> tuple[int, int]:
 
 
 def _bound_of(symbol: Any, shapes: Any) -> int | None:
-    """Returns the upper bound of a size that depends on data; None without one."""
     upper = shapes.var_to_range[symbol].upper
     return int(upper) if upper.is_Integer and upper < UNBOUNDED else None
 

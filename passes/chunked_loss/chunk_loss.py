@@ -68,7 +68,6 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
 
 
 def _regions(graph: fx.Graph, projections: list[fx.Node]) -> list[Region]:
-    """Returns the regions of the projections, the first of which must have one."""
     select_before_projecting(graph, [shape_of(one)[1] for one in projections])
     found: list[Region] = []
     for projection in _projections(graph):
@@ -100,11 +99,7 @@ def vocabulary_projection(graph: fx.Graph) -> fx.Node | None:
 
 
 def _projections(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the forward's matrix products that make logits, those with gradients and large results first.
-
-    Without one that a softmax reads, returns the largest whose result is much wider than its operand. Raises
-    ``ChunkingUnsupported`` if there is none.
-    """
+    """Returns the products that make logits, trained and large ones first; else the largest one that makes wide rows."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
@@ -122,7 +117,6 @@ def _projections(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_trained(projection: fx.Node) -> bool:
-    """Returns True if the backward multiplies with the projection's weight or with rows that it reads."""
     factors = {_behind(factor, FACTOR_VIEWS) for factor in projection.args[-2:]}
     return any(
         node.target in (aten.mm.default, aten.addmm.default)

@@ -53,7 +53,6 @@ def accumulate_into_first(joint: fx.GraphModule) -> int:
 
 
 def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -> fx.Node | None:
-    """Returns the node that replaces ``add``; None if ``add`` stays."""
     if len(add.args) != 2 or not all(isinstance(n, fx.Node) and n in position for n in add.args):
         return None
     early, late = sorted((n for n in add.args if isinstance(n, fx.Node)), key=lambda n: position[n])
@@ -73,7 +72,6 @@ def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -
 
 
 def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]) -> fx.Node:
-    """Replaces ``add`` by a call of ``target`` and returns that call."""
     with graph.inserting_before(add):
         sum_ = graph.call_function(target, arguments)
     sum_.meta = dict(add.meta)
@@ -98,7 +96,6 @@ def _launches_between(early: fx.Node, late: fx.Node) -> bool:
 
 
 def _accumulates_on_zeros(node: fx.Node) -> bool:
-    """Returns True if ``node`` is a scatter that adds to a new tensor of zeros."""
     if node.target not in SCATTERS:
         return False
     base = node.args[0]
@@ -115,7 +112,6 @@ def _val(node: fx.Node) -> torch.Tensor | None:
 
 
 def _same_type(node: fx.Node, other: fx.Node) -> bool:
-    """Returns True if both are tensors of the same type on the same device."""
     first, second = _val(node), _val(other)
     return first is not None and second is not None and (first.dtype, first.device) == (second.dtype, second.device)
 

@@ -63,7 +63,6 @@ def _copy_before(convolution: fx.Node, operand: fx.Node) -> fx.Node:
 
 
 def _is_copied(operand: Any) -> bool:
-    """Returns True for an input of the graph with four dimensions that is not channels-last."""
     traced = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
     if not isinstance(traced, torch.Tensor) or traced.layout != torch.strided or traced.dim() != 4:
         return False

@@ -44,11 +44,7 @@ def _storage_of(node: fx.Node) -> fx.Node:
 
 
 def _laid_as_traced(graph: fx.Graph, reader: fx.Node, value: fx.Node) -> fx.Node | None:
-    """Returns a copy of ``value`` for ``reader`` in its traced layout.
-
-    Returns None if the layout has symbolic strides, or if ``value`` is not computed in this graph. A tensor that the forward
-    saves for such a reader already has the traced layout.
-    """
+    """Returns None for symbolic strides, and for a ``value`` that the forward saves, which has the layout already."""
     if value.op != "call_function":
         return None
     traced = value.meta["val"]

@@ -112,7 +112,6 @@ def _creation(node: fx.Node, lead: int) -> Step:
 
 
 def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for an op that creates a tensor of given sizes after the type of its operand."""
     lead, made, operand = lead_of(node, region, given), shape_of(node), node.args[0]
     held = region.holds(operand)
     if held and made[:lead] != shape_of(operand)[:lead]:
@@ -125,7 +124,6 @@ def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _slice_backward(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for the gradient of a slice, which must not select rows."""
     lead, made = lead_of(node, region, given), shape_of(node)
     dimension, rest = inner_dimension(node, node.args[2], len(made), lead), made[lead:]  # type: ignore[arg-type]
     return Step(
@@ -136,7 +134,6 @@ def _slice_backward(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _padding(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for padding, which must not add rows."""
     lead, widths = lead_of(node, region, given), integers(node.args[1:2])
     if len(widths) > 2 * (len(shape_of(node)) - lead):
         raise ChunkingUnsupported(f"{described(node)} adds rows")
@@ -144,7 +141,6 @@ def _padding(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _view(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for a view, which must keep rows apart from the dimensions within them."""
     operand = node.args[0]
     held = region.rows(operand)
     made, before = shape_of(node), shape_of(operand)
@@ -164,7 +160,6 @@ def _view(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _swap(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for a transposition of two dimensions, one of which holds the rows."""
     operand = node.args[0]
     held = region.rows(operand)
     swaps = op_traits.packet(node) is aten.t or sorted(d % 2 for d in integers(node.args[1:])) == [0, 1]
@@ -175,7 +170,6 @@ def _swap(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _along(node: fx.Node, region: Region, place: int, given: int | None) -> Step:
-    """Returns the rule for an op along the dimension that is argument ``place``."""
     lead = lead_of(node, region, given)
     rank, row_shape = len(shape_of(node)), shape_of(node)[:lead]
     dimension = inner_dimension(node, node.args[place] if len(node.args) > place else 0, rank, lead)  # type: ignore[arg-type]
@@ -247,10 +241,7 @@ def _expand(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _product(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for a matrix product.
-
-    Rows times a whole tensor give rows. A product over the rows, as in the gradient of a weight, gives a sum over rows.
-    """
+    """Rows times a whole tensor give rows. A product over the rows, as in the gradient of a weight, gives a sum over rows."""
     *bias, left, right = node.args
     if node.kwargs or len(node.args) > 3 or any(not isinstance(n, fx.Node) for n in node.args):
         raise ChunkingUnsupported(f"{described(node)} has factors of its own")

@@ -252,7 +252,6 @@ class _Rewriting:
 
 
 def _check(node: fx.Node, part: fx.Node, step: Step, rows: int) -> None:
-    """Raises ``ChunkingUnsupported`` if a part of a result has not the rows and the type that it must have."""
     if step.rows is None or step.several:
         return
     whole, made, lead = node.meta["val"], part.meta["val"], step.rows.lead
@@ -262,10 +261,7 @@ def _check(node: fx.Node, part: fx.Node, step: Step, rows: int) -> None:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes.
-
-    Random draws and other effects also wait for the one before: their sequence is part of what the graph does.
-    """
+    """Moves each node that reads a later one behind it. Effects wait for the one before; others keep their sequence."""
     nodes = list(graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
     effects = [node for node in nodes if op_traits.traits_of(node) & SEQUENTIAL]

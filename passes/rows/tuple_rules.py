@@ -42,7 +42,6 @@ MEAN, SUM = 1, 2
 
 
 def _row_sizes(node: fx.Node, region: Region, operand: Any, lead: int) -> tuple[int, ...]:
-    """Returns the sizes of the row dimensions of ``operand``. Raises ``ChunkingUnsupported`` if these are other rows."""
     sizes = shape_of(operand)[:lead]
     if math.prod(sizes) != region.count:
         raise ChunkingUnsupported(f"{described(node)} reads {described(operand)}, whose rows are others")
@@ -68,7 +67,6 @@ def _moments(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _norm(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for a norm within rows, or for its gradients, which reads the norm's weights whole."""
     lead = lead_of(node, region, given)
     place, weights = NORMS[op_traits.packet(node)]
     operand, normalized = node.args[place : place + 2]
@@ -94,7 +92,6 @@ def _loss(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _unpacking(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for one result of an op of this file: rows, or a sum over rows."""
     call, number = node.args
     if not isinstance(call, fx.Node) or not region.holds(call) or op_traits.packet(call) not in TUPLE_RULES:
         raise ChunkingUnsupported(f"{described(node)} reads it and is not known to compute row by row")

@@ -72,8 +72,6 @@ class Constraints:
 
 @dataclass(frozen=True)
 class _Application:
-    """The application of constraints to one graph."""
-
     constraints: Constraints
     graph: Graph
 
@@ -125,7 +123,6 @@ class _Application:
         return tuple(index for index, op in enumerate(self.forward.ops) if matches_op(op, pattern))
 
     def _matches(self, patterns: Iterable[str], option: str) -> frozenset[int]:
-        """Returns the forward ops that ``patterns`` match; warns of each pattern that matches nothing."""
         found: set[int] = set()
         for pattern in patterns:
             ops = set(self._of(pattern))
@@ -179,10 +176,9 @@ class _Application:
         return plan
 
     def _segments(self) -> Segments:
-        """Returns one segment per region, each with the ops that follow it.
+        """Returns one segment per region, each with the ops that follow it. Regions that share recomputed values form one.
 
-        Recomputed values thus stay live until the backward leaves the region. Regions that share recomputed values form one
-        segment.
+        Recomputed values thus stay live until the backward leaves the region.
         """
         starts = sorted({region.ops[0] for region in self.regions if region.ops})
         long_range = self.forward.chain.long_range
@@ -211,11 +207,7 @@ def _inside(graph: Graph, region: Region) -> set[int]:
 
 
 def _warn_of_the_model(graph: Graph) -> None:
-    """Warns of ops that the model demands to recompute and that are not rematerializable.
-
-    It covers ops that a selective-checkpoint policy demands, and custom ops. Other ops in checkpoint regions cause no warning:
-    each dropout in a checkpointed model would cause one.
-    """
+    """Warns of ops that a checkpoint policy demands to recompute, and of custom ops: others would cause many warnings."""
     ordered = [op for op in graph.ops[: graph.num_forward] if op.constraint is Constraint.RECOMPUTE]
     held = set(graph.forward_outputs)
     refused = {

@@ -149,7 +149,6 @@ class Forward:
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _core(self, last: int) -> Ops:
-        """Returns the attention core that ends with op ``last``, or an empty tuple."""
         if "scaled_dot_product" in self.ops[last].target or self.ops[last].target.startswith("flex_attention"):
             return (last,)
         if not _is_product(self.ops[last]):

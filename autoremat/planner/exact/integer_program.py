@@ -67,11 +67,7 @@ def _models(graph: Graph, columns: int) -> list[IntervalModel]:
 
 
 def _program(model: IntervalModel, budget: Vector, penalty: float) -> Program:
-    """Returns the program with ``budget`` bytes at each op.
-
-    The first variables are the columns. Further variables are the bytes over the budget at each op that can exceed it. Their
-    unit is the largest budget, or a byte if that is 0.
-    """
+    """The first variables are the columns. Others are the bytes over the budget at each op that can exceed it, in budgets."""
     logic, low, high = model.logic
     memory, room = model.memory.tocsr(), budget - model.fixed_bytes
     tight = np.flatnonzero((np.diff(memory.indptr) > 0) & (np.asarray(memory.sum(axis=1)).ravel() > room))

@@ -108,7 +108,6 @@ class IntervalModel:
         return [self.hold[value][event]] if again is None else [self.hold[value][event], again]
 
     def _column_bounds(self) -> tuple[Vector, Vector]:
-        """Returns lower and upper bounds of the columns."""
         graph, lower, upper = self.graph, np.zeros(self.columns), np.ones(self.columns)
         for value, events in enumerate(self.hold):
             producer = graph.values[value].producer

@@ -155,7 +155,6 @@ class Sites:
         self.changed.clear()
 
     def _better_order(self, site: int) -> tuple[list[int], float]:
-        """Returns the recomputations at ``site`` in the better of two sequences, with the ``apart`` that follows."""
         again = self.at[site]
         given = self._least_absent(site, again)
         if not 1 < len(again) <= settings.reordered_recomputations:
