@@ -18,7 +18,7 @@ from autoremat.report.registry import add_report
 from autoremat.report.report import Report
 from autoremat.request.request import AS_A_STEP, Request
 from autoremat.torch_private.autograd import retraces_backwards
-from autoremat.torch_private.logs import trace_artifact
+from autoremat.torch_private.compilers import trace_artifact
 
 log = logging.getLogger("autoremat")
 

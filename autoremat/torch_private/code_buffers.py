@@ -1,10 +1,11 @@
-"""The buffers of code that Inductor generates: their bytes, and which of them a half receives."""
+"""The buffers of code that Inductor generates: their bytes, their origins in the graph, and which of them a half receives."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import fx
 
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private.symbolic_sizes import most_of_expression
@@ -73,3 +74,34 @@ def received(lowering: Any, known: ReplayContext, source: str = "") -> tuple[dic
         *earlier, last = sorted(names_of_one, key=lambda name: source.rfind(f"del {name}\n") % (len(source) + 1))
         counted |= {last: max(counted[name] for name in names_of_one), **dict.fromkeys(earlier, 0)}
     return counted, {name for name in counted if name in known.held or name.startswith("tangents")}
+
+
+OP = "autoremat_op"
+"""Key of ``node.meta`` for the planner's op that a node is. Clones of the node and Inductor's graph keep it."""
+
+
+class Origins:
+    """The nodes of the graph that became the kernels of its code.
+
+    Nodes that Inductor's own passes have created belong to no op.
+    """
+
+    def __init__(self, lowering: Any) -> None:
+        self.lowering, self.place = lowering, {node: place for place, node in enumerate(lowering.module.graph.nodes)}
+
+    def of(self, name: str) -> list[fx.Node]:
+        """Returns the nodes whose kernel writes the buffer ``name``, in sequence, with operands that are computed there."""
+        from torch._inductor import ir
+
+        buffer = self.lowering.try_get_buffer(name)
+        origins = buffer.origins if isinstance(buffer, ir.IRNode) else ()
+        return sorted((node for node in origins if node in self.place), key=self.place.__getitem__)
+
+    def workspace(self, name: str) -> int | None:
+        """Returns the workspace of the node that became the extern kernel of a buffer; None if no op is known."""
+        from torch._inductor import ir
+
+        if not isinstance(self.lowering.try_get_buffer(name), ir.ExternKernel) or not (nodes := self.of(name)):
+            return None
+        op = nodes[-1].meta.get(OP)  # operands come before the node that reads them
+        return None if op is None else op.workspace_bytes

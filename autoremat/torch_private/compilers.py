@@ -10,6 +10,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._logging._internal import trace_structured
 
 from autoremat.basics.errors import find_cause
 from autoremat.basics.progress import now
@@ -138,3 +139,11 @@ def force_stride_order() -> Any:
     from torch._inductor import inductor_prims
 
     return inductor_prims.force_stride_order
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Adds the JSON text of ``payload()`` to the trace of the graph that is being compiled.
+
+    ``payload`` is called only if ``TORCH_TRACE`` or ``TORCH_TRACE_DIR`` asks for a trace.
+    """
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload)

@@ -18,9 +18,8 @@ from autoremat.basics.warn import warn_user
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private import names
-from autoremat.torch_private.code_buffers import layout_bytes, received, results
+from autoremat.torch_private.code_buffers import Origins, layout_bytes, received, results
 from autoremat.torch_private.hooks import Method, hooked
-from autoremat.torch_private.origins import Origins
 
 
 @dataclass(frozen=True)
