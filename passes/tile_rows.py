@@ -138,15 +138,10 @@ class _Cutting:
         for node, step in steps.items():
             for value in node.all_input_nodes:
                 if value in found or isinstance(step.reads.get(value), Rows):
-                    readers = found.setdefault(value, [])
-                    if value not in steps or self.may_share(self.stages[value], self.stages[node]):
+                    readers, making, reading = found.setdefault(value, []), self.stages.get(value), self.stages[node]
+                    if making is None or making == reading or making < IN_BACKWARD <= reading:
                         readers.append(node)
         return found
-
-    @staticmethod
-    def may_share(making: int, reading: int) -> bool:
-        """Returns True if a tile that one stage makes need not outlive the tile in which the other stage reads it."""
-        return making == reading or making < IN_BACKWARD <= reading
 
     def is_cut(self, value: fx.Node, inside: set[fx.Node]) -> bool:
         """Returns True if ``value`` must exist whole: something inside makes or reads it, and something outside too."""

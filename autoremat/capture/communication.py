@@ -37,7 +37,7 @@ def awaited_call(wait: fx.Node) -> fx.Node | None:
 def is_gathering(node: fx.Node) -> bool:
     """Returns True if the node belongs to an all-gather that is one op with its waits."""
     call = awaited_call(node) if op_traits.is_wait(node) else node
-    return call is not None and op_traits.is_all_gather(call) and bool(waits_for(call))
+    return call is not None and op_traits.schema_name(call) in op_traits.ALL_GATHERS and bool(waits_for(call))
 
 
 def waits_for(call: fx.Node) -> tuple[fx.Node, ...]:

@@ -200,7 +200,7 @@ def _asked(compiler: Compiler) -> str:
 
 def _where(code: CodeType) -> str:
     file, name = frames.function_of(code)
-    rest = "the rest of " if frames.is_rest(code) else ""
+    rest = "the rest of " if code.co_name.startswith(frames.RESUMED) else ""
     own = name if rest else getattr(code, "co_qualname", name).rpartition("<locals>.")[2]
     return f"{rest}`{own}` ({short_source(file)}:{code.co_firstlineno})"
 

@@ -76,12 +76,13 @@ class Link:
         moved.to_host_bytes += buffer.memory.nbytes
         return copy.as_strided(source.size(), source.stride())
 
-    def wait_for_copy_to_host(self, copy: torch.Tensor) -> None:
-        """Makes the compute stream wait until ``copy``, a result of :meth:`copy_to_host`, is complete."""
+    def wait_for_copy_to_host(self, copy: torch.Tensor) -> torch.Tensor:
+        """Returns ``copy``, a result of :meth:`copy_to_host`, once the compute stream waits until it is complete."""
         buffer = self.pool.buffer_of(copy)
         if buffer is not None:
             compute_stream(self.device).wait_event(buffer.stored)
             buffer.source = None
+        return copy
 
     def copy_from_host(self, host: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the device with the layout of ``host``, into which ``host`` is being copied."""
@@ -100,12 +101,13 @@ class Link:
         self._loads[copy.data_ptr()] = copy
         return copy
 
-    def wait_for_copy_from_host(self, copy: torch.Tensor, host: torch.Tensor) -> None:
-        """Makes the compute stream wait until ``copy``, a result of :meth:`copy_from_host`, is complete."""
+    def wait_for_copy_from_host(self, copy: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+        """Returns ``copy``, a result of :meth:`copy_from_host`, once the compute stream waits until it is complete."""
         buffer = self.pool.buffer_of(host)
         if buffer is not None:
             compute_stream(self.device).wait_event(buffer.loaded)
         self._loads.pop(copy.data_ptr(), None)
+        return copy
 
     def _count(self, direction: str, copied: torch.Tensor) -> None:
         with self._counting:

@@ -21,16 +21,6 @@ from autoremat.host_memory.links import link_of
 _library = torch.library.Library("autoremat", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _wait_for_copy_to_host(copy: Tensor, source: Tensor) -> Tensor:
-    link_of(source.device).wait_for_copy_to_host(copy)
-    return _alias(copy)
-
-
-def _wait_for_copy_from_host(copy: Tensor, host: Tensor) -> Tensor:
-    link_of(copy.device).wait_for_copy_from_host(copy, host)
-    return _alias(copy)
-
-
 def _alias(copy: Tensor) -> Tensor:
     """Returns another tensor with the memory of ``copy``, because no op may return its argument itself."""
     alias: Tensor = torch.ops.aten.alias.default(copy)
@@ -59,7 +49,7 @@ copy_to_host = _define(
 )
 wait_for_copy_to_host = _define(
     "wait_for_copy_to_host(Tensor(a) copy, Tensor source) -> Tensor(a)",
-    _wait_for_copy_to_host,
+    lambda copy, source: _alias(link_of(source.device).wait_for_copy_to_host(copy)),
     lambda copy, source: _alias(copy),
 )
 copy_from_host = _define(
@@ -69,6 +59,6 @@ copy_from_host = _define(
 )
 wait_for_copy_from_host = _define(
     "wait_for_copy_from_host(Tensor(a) copy, Tensor host) -> Tensor(a)",
-    _wait_for_copy_from_host,
+    lambda copy, host: _alias(link_of(copy.device).wait_for_copy_from_host(copy, host)),
     lambda copy, host: _alias(copy),
 )

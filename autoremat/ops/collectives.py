@@ -38,7 +38,7 @@ def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
         return None
     group, ranks = group_of(node), _arguments(node).get("group_size")
     ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group)
-    pattern = Pattern.REDUCE if "all_reduce" in node.target._schema.name else Pattern.GATHER  # type: ignore[union-attr]
+    pattern = Pattern.REDUCE if "all_reduce" in op_traits.schema_name(node) else Pattern.GATHER
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
     sent = sent_bytes(pattern, max(read, _bytes(node.meta.get("val"))), ranks)
     return GroupTraffic(group, ranks, sent, steps_of(pattern, ranks))
@@ -52,7 +52,7 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
     """
     if _copies_nothing(group_of(node), runs_on):
         return 0
-    name, made = node.target._schema.name, _bytes(node.meta.get("val"))  # type: ignore[union-attr]
+    name, made = op_traits.schema_name(node), _bytes(node.meta.get("val"))
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
     if "reduce_scatter" in name:
         return read

@@ -116,19 +116,19 @@ def traits_of_op(op: torch._ops.OpOverload) -> Trait:
     return traits
 
 
-def is_all_gather(node: fx.Node) -> bool:
-    """Returns True if the node gathers a tensor from all ranks of a group, and may do so again."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in ALL_GATHERS
+def schema_name(node: fx.Node) -> str:
+    """Returns the name in the schema of the op that the node calls, such as "aten::mm"; empty if it calls none."""
+    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def is_collective(node: fx.Node) -> bool:
     """Returns True if the node is a call to all ranks of a group that writes to none of its operands."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in COLLECTIVES
+    return schema_name(node) in COLLECTIVES
 
 
 def is_wait(node: fx.Node) -> bool:
     """Returns True if the node waits for a collective."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in WAITS
+    return schema_name(node) in WAITS
 
 
 def chooses(node: fx.Node) -> bool:

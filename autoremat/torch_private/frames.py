@@ -133,8 +133,9 @@ class Reasons:
 
     def behind(self) -> str:
         """Returns the latest reason for the function in work, or for one that calls it; empty if there is none."""
-        latest = {function_of(code): reason for code, reason in self._latest}
-        return next((latest[function] for function in functions_in_work() if function in latest), "")
+        latest, found = {function_of(code): reason for code, reason in self._latest}, _frames_in_work()
+        in_work = [found[-1][0], *(frame.f_code for frame in above_dynamo())] if found else []
+        return next((latest[function] for function in map(function_of, in_work) if function in latest), "")
 
 
 reasons = Reasons()
@@ -204,14 +205,6 @@ def frame_in_work() -> tuple[CodeType, Compiler] | None:
     return (found[-1][0], Compiler.of(found[-1][1])) if found else None
 
 
-def functions_in_work() -> Iterator[tuple[str, str]]:
-    """Yields the file and the name of the function that Dynamo compiles now, then those of its callers, innermost first."""
-    found = _frames_in_work()
-    if found:
-        yield function_of(found[-1][0])
-        yield from (function_of(frame.f_code) for frame in above_dynamo())
-
-
 def calling() -> Iterator[CodeType]:
     """Yields the code of all functions that run in this thread, innermost first."""
     frame = inspect.currentframe()
@@ -223,11 +216,6 @@ def calling() -> Iterator[CodeType]:
 def function_of(code: CodeType) -> tuple[str, str]:
     """Returns the file and the name of a function, also for its rest behind a graph break."""
     return code.co_filename, re.sub(rf"^(?:{RESUMED}_)+(.*?)(?:_at_\d+)+$", r"\1", code.co_name)
-
-
-def is_rest(code: CodeType) -> bool:
-    """Returns True for the code of the rest of a function behind a graph break."""
-    return code.co_name.startswith(RESUMED)
 
 
 def above_dynamo() -> Iterator[FrameType]:

@@ -72,7 +72,9 @@ def prepare_joint(
     collectives, effects and mutations. Collectives that ``may_repeat`` keep the tags of the model.
     """
     joint.graph.eliminate_dead_code()
-    _tag_forward(joint, num_fwd_outputs)
+    for node in _needed_for(joint_outputs(joint, num_fwd_outputs)[0]):
+        if is_traced_in_backward(node):  # Inductor's chunker computes gradients in the forward: its chunks need them there
+            node.meta["partitioner_tag"] = "is_forward"
     if functorch_config.cse:
         joint.graph = _without_common_subexpressions(joint, num_fwd_outputs)
     _run_effects_once(joint)
@@ -99,14 +101,6 @@ def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) 
         return merge(joint.graph)
     _, gradients = joint_outputs(joint, num_fwd_outputs)
     return merge(joint.graph, extra_node_key=_needed_for(gradients).__contains__)
-
-
-def _tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Inductor's chunker computes gradients in the forward: its chunks need nodes of the backward before the loss is there."""
-    outputs, _ = joint_outputs(joint, num_fwd_outputs)
-    for node in _needed_for(outputs):
-        if is_traced_in_backward(node):
-            node.meta["partitioner_tag"] = "is_forward"
 
 
 def _needed_for(outputs: Sequence[Any]) -> set[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
@@ -48,19 +49,13 @@ def job() -> Job | None:
     if _present is None or _present[0] is not group:
         if dist.get_world_size() == 1 or dist.get_backend() in IN_ONE_PROCESS:
             return None
+        store: Any = dist.distributed_c10d._get_default_store()
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            store = store.clone()  # a store of the user's own may not have it, and one connection works as well
         # A store can outlive the process group, so each group of this process has its own keys.
-        store = dist.distributed_c10d.PrefixStore(
-            f"autoremat/{next(_number)}", _cloned(dist.distributed_c10d._get_default_store())
-        )
+        store = dist.distributed_c10d.PrefixStore(f"autoremat/{next(_number)}", store)
         _present = group, Job(dist.get_rank(), dist.get_world_size(), store, _timeout_of(group))
     return _present[1]
-
-
-def _cloned(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):  # a store of the user's own; one connection works as well
-        return store
 
 
 def _timeout_of(group: Any) -> float:

@@ -183,13 +183,6 @@ EXACT_RESULTS = GENERATED | {
 """Ops that allocate exactly their results and write into them. A formula of the workspace says nothing about that."""
 
 
-def _large_batch_norm_backward(gradient: torch.Tensor) -> int:
-    """Returns the bytes of the image's deviations, in 32 bits at least, and of a few sums per thread and channel."""
-    width = max(4, gradient.element_size())
-    channels = size_hint(gradient.shape[1])
-    return width * (size_hint(gradient.numel()) + 2 * (torch.get_num_threads() + 1) * channels)
-
-
 def _large_reduction(operands: list[torch.Tensor], results: list[torch.Tensor]) -> int | None:
     """Returns the bytes of converted or reordered copies in a reduction; None for complex numbers.
 
@@ -218,7 +211,9 @@ def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], re
     if on_cpu and facts.is_product:  # packed and accumulated in 32 bits at least
         return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in tensors_in((args, kwargs, result)))
     if on_cpu and name is aten.native_batch_norm_backward:
-        return _large_batch_norm_backward(args[0])
+        width, channels = max(4, args[0].element_size()), size_hint(args[0].shape[1])
+        # The image's deviations, in 32 bits at least, and a few sums per thread and channel.
+        return int(width * (size_hint(args[0].numel()) + 2 * (torch.get_num_threads() + 1) * channels))
     if on_cpu and name is aten.roll:  # one dimension after another; without dimensions, one row of all elements
         return (len(args[2]) - 1 if len(args) > 2 and args[2] else 1) * tensor_bytes(args[0])
     operands, sorting = tensors_in((args, kwargs)), 0

@@ -62,14 +62,12 @@ def _is_selection(node: fx.Node) -> bool:
 def _is_padding(node: fx.Node) -> bool:
     if node.target not in PADDINGS or node.kwargs or not joint_graphs.is_traced_in_backward(node):
         return False
-    if not _is_static(node, _padded(node)) or (node.target is PADDINGS[1] and not _is_zeros(node.args[0])):
+    base: Any = node.args[0]
+    is_zeros = isinstance(base, fx.Node) and base.target is aten.full.default and base.args[1] == 0
+    if not _is_static(node, _padded(node)) or (node.target is PADDINGS[1] and not is_zeros):
         return False
     rank = len(shape_of(node))
     return rank >= 3 and _place(node, 2, shape_of(node))[0] < rank - 1
-
-
-def _is_zeros(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 def _is_static(*nodes: Any) -> bool:

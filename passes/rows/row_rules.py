@@ -57,7 +57,7 @@ REDUCTIONS = (
 ALONG = {
     aten._log_softmax: 1, aten._softmax: 1, aten._log_softmax_backward_data: 2, aten._softmax_backward_data: 2,
     aten.gather: 1, aten.scatter: 1, aten.scatter_add: 1, aten.slice: 1, aten.cumsum: 1,
-    aten.slice_scatter: 2, aten.cat: 1, aten.glu: 1, aten.glu_backward: 2,
+    aten.slice_scatter: 2, aten.cat: 1, aten.glu: 1, aten.glu_backward: 2, aten.unsqueeze: 1,
 }  # fmt: skip
 """Ops along one dimension, which must not be a row dimension, and the position of that dimension among the arguments."""
 
@@ -78,7 +78,8 @@ def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
     if name in RULES:
         return RULES[name](node, region, lead)
     if name in CREATIONS and lead is not None:
-        return _creation(node, lead)
+        rest = shape_of(node)[lead:]
+        return Step({}, lambda args, kwargs, count: (node.target, ([count, *rest], *args[1:]), dict(kwargs)), Rows(lead))
     if name in ALONG:
         return _along(node, region, ALONG[name], lead)
     if name in POINTWISE or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags):
@@ -104,11 +105,6 @@ def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
         else:
             raise ChunkingUnsupported(f"{described(node)} reads {described(operand)}, which differs between some rows only")
     return Step(reads, as_it_is(node), Rows(lead))
-
-
-def _creation(node: fx.Node, lead: int) -> Step:
-    rest = shape_of(node)[lead:]
-    return Step({}, lambda args, kwargs, count: (node.target, ([count, *rest], *args[1:]), dict(kwargs)), Rows(lead))
 
 
 def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
@@ -211,12 +207,6 @@ def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
     )
 
 
-def _unsqueeze(node: fx.Node, region: Region, given: int | None) -> Step:
-    lead, rank = lead_of(node, region, given), len(shape_of(node))
-    place = inner_dimension(node, node.args[1], rank, lead)  # type: ignore[arg-type]
-    return Step({node.args[0]: Rows(lead)}, with_argument(node, 1, place), Rows(lead))  # type: ignore[dict-item]
-
-
 def _squeeze(node: fx.Node, region: Region, given: int | None) -> Step:
     lead, rank = lead_of(node, region, given), len(shape_of(node.args[0]))
     if len(node.args) < 2:
@@ -281,6 +271,5 @@ RULES: dict[Any, Callable[[fx.Node, Region, int | None], Step]] = {
     aten.expand: _expand,
     aten.slice_backward: _slice_backward,
     aten.constant_pad_nd: _padding,
-    aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
 }

@@ -69,7 +69,10 @@ class Forward:
     @cached_property
     def layers(self) -> tuple[Ops, ...]:
         """The layers in sequence; empty if there is neither a container nor a repetition."""
-        by_module, repeated = self.calls_of(self._is_layer), self._repeated()
+        numbered = {s for scopes in self.scopes for s in scopes if s.path.rpartition(".")[2].isdigit()}
+        children = Counter((s.path.rpartition(".")[0], s.kind) for s in numbered)
+        alike = {s for s in numbered if children[s.path.rpartition(".")[0], s.kind] > 1}
+        by_module, repeated = self.calls_of((alike or numbered).__contains__), self._repeated()
         return by_module if by_module and self._bytes(by_module) >= LEAST_COVERED * self._bytes(repeated) else repeated
 
     def calls_of(self, wanted: Callable[[Scope], bool]) -> tuple[Ops, ...]:
@@ -112,15 +115,6 @@ class Forward:
         """The attention cores in sequence."""
         found = (self._core(index) for index in range(len(self.ops)))
         return tuple(core for core in found if core)
-
-    # -- layers by module ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _is_layer(self) -> Callable[[Scope], bool]:
-        numbered = {s for scopes in self.scopes for s in scopes if s.path.rpartition(".")[2].isdigit()}
-        children = Counter((s.path.rpartition(".")[0], s.kind) for s in numbered)
-        alike = {s for s in numbered if children[s.path.rpartition(".")[0], s.kind] > 1}
-        return (alike or numbered).__contains__
 
     def _bytes(self, parts: Iterable[Ops]) -> int:
         return sum(self.graph.values[v].bytes for part in parts for index in part for v in self.ops[index].outputs)

@@ -86,10 +86,6 @@ class Annealing:
         self._set(adding, index, site)
         self.steps.append((adding, index, site))
 
-    def _undo(self) -> None:
-        for adding, index, site in reversed(self.steps):
-            self._set(not adding, index, site)
-
     def _withdraw(self, index: int, site: int) -> None:
         """Removes the recomputation of ``index`` at ``site``, and all recomputations that only it needed."""
         self._step(False, index, site)
@@ -211,7 +207,8 @@ class Annealing:
             over_now, excess_now = self._over()
             change = sites.added + price * excess_now - energy
             if change > 0.0 and self.random.random() >= math.exp(-change / temperature):
-                self._undo()
+                for adding, index, site in reversed(self.steps):
+                    self._set(not adding, index, site)
                 sites.changed.clear()
                 sites.together, sites.apart, sites.added = before
                 continue

@@ -192,18 +192,14 @@ class IntervalModel:
         """Returns the bytes at each op, as counted by the model."""
         return np.asarray(self.memory @ chosen + self.fixed_bytes, dtype=np.float64)
 
-    def sites_chosen(self, chosen: Vector) -> list[list[int]]:
-        """Returns, for each site, the ops that are recomputed there, in the graph's sequence. The last site is the end."""
-        found: list[list[int]] = [[] for _ in range(len(self.graph.ops) + 1)]
+    def schedule(self, chosen: Vector) -> Schedule:
+        """Returns the schedule of a choice, without forward executions that nothing needs."""
+        recomputed: list[list[int]] = [[] for _ in range(len(self.graph.ops) + 1)]
         for index, sites in enumerate(self.again):
             for site, column in sites.items():
                 if chosen[column] > 0.5:
-                    found[site].append(index)
-        return found
-
-    def schedule(self, chosen: Vector) -> Schedule:
-        """Returns the schedule of a choice, without forward executions that nothing needs."""
-        return in_order(self.graph, self.sites_chosen(chosen))
+                    recomputed[site].append(index)
+        return in_order(self.graph, recomputed)
 
 
 def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:

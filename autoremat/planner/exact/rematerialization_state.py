@@ -196,8 +196,11 @@ class Sites:
         here = {v for index in again for v in self.outputs[index]}
         left, found = list(again), []
         while left:
-            ready = [index for index in left if here.isdisjoint(self.inputs[index])]
-            best = min(ready, key=lambda index: (self._growth(index, reads), index))
+            growth = {}
+            for index in (index for index in left if here.isdisjoint(self.inputs[index])):
+                freed = sum(self.size[v] for v in self.inputs[index] if reads.get(v) == {index})
+                growth[index] = sum(self.size[v] for v in self.outputs[index]) - freed
+            best = min(growth, key=lambda index: (growth[index], index))
             left.remove(best)
             found.append(best)
             here.difference_update(self.outputs[best])
@@ -205,10 +208,6 @@ class Sites:
                 if value in reads:
                     reads[value].discard(best)
         return found
-
-    def _growth(self, index: int, reads: dict[int, set[int]]) -> int:
-        freed = sum(self.size[v] for v in self.inputs[index] if reads.get(v) == {index})
-        return sum(self.size[v] for v in self.outputs[index]) - freed
 
     def schedule(self) -> Schedule:
         """Returns the schedule of the state."""
