@@ -134,6 +134,12 @@ def _number_or_text(text: str) -> Any:
         return text
 
 
+def _shown(report: Report, details: bool) -> str:
+    return f"{report}\n\n{report.details}" if details else str(report)
+
+
+_details = click.option("--details", is_flag=True, help="Also show all figures of the report.")
+
 _html = click.option("--html", type=_Output(), metavar="FILE",
                      help="Also write the report, with pictures, as one HTML file.")  # fmt: skip
 
@@ -225,6 +231,7 @@ def _planning(budget_forms: str) -> Callable[[Callable[..., None]], Callable[...
 
 @main.command()
 @_planning("6GiB, bytes, or a share such as 0.5. Default: no bound.")
+@_details
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
@@ -235,6 +242,7 @@ def _planning(budget_forms: str) -> Callable[[Callable[..., None]], Callable[...
 def explain(
     request: _Request,
     as_json: bool,
+    details: bool,
     values: bool,
     totals: str | None,
     peak: bool,
@@ -259,7 +267,7 @@ def explain(
     if as_json:
         click.echo(found.to_json())
         return
-    click.echo(str(found))
+    click.echo(_shown(found, details))
     tables = [found.table() if values else None, found.totals_table(totals) if totals else None]
     for table in [*tables, found.peak_table() if peak else None, found.op_bytes_table() if timeline else None]:
         if table is not None:
@@ -296,8 +304,9 @@ def batch(request: _Request, as_json: bool, **settings: Any) -> None:
 @main.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@_details
 @_html
-def report(file: Path, as_json: bool, html: Path | None) -> None:
+def report(file: Path, as_json: bool, details: bool, html: Path | None) -> None:
     """Show a stored report.
 
     FILE is JSON, written from Report.to_json() or by `autoremat explain --json`.
@@ -308,7 +317,7 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
         raise click.BadParameter(f"{file}: {error}", param_hint="FILE") from error
     if html is not None:
         found.to_html(html)
-    click.echo(found.to_json() if as_json else str(found))
+    click.echo(found.to_json() if as_json else _shown(found, details))
 
 
 @main.command(short_help="Measure the rates of this device.")

@@ -168,7 +168,12 @@ def main() -> None:
         return
     figures, report = explain(arguments.layers, arguments.lower)
     lines = [f"{name}: {value}" for name, value in figures.items()]
-    write("explain_70b" + "_lowered" * arguments.lower, arguments.output, [*lines, "", str(report)], [figures])
+    write(
+        "explain_70b" + "_lowered" * arguments.lower,
+        arguments.output,
+        [*lines, "", f"{report}\n\n{report.details}"],
+        [figures],
+    )
 
 
 if __name__ == "__main__":

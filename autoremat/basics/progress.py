@@ -18,6 +18,9 @@ from autoremat.basics.checks import flag
 PATIENCE_SECONDS, LOG_INTERVAL_SECONDS = 2.0, 6.0
 """Seconds before the line at a terminal, and before each line in a log."""
 
+LINE = 80
+"""Most characters of a line."""
+
 _default: bool | None = None
 _here = threading.local()  # the status of the thread
 _voice = threading.Lock()  # held by the thread that shows one
@@ -43,10 +46,11 @@ def progress_in_environment() -> bool:
 class _Status:
     def __init__(self, begin: float, console: Console | None) -> None:
         self.titles, self.begin, self.console, self.told = list[str](), begin, console, time.monotonic()
-        self.stage = ""
+        self.stage = self.outcome = ""
 
     def __str__(self) -> str:
-        return f"autoremat: {'; '.join(self.titles)} for {time.monotonic() - self.begin:.0f} s: {self.stage}"
+        doing = ", ".join(filter(None, (self.stage, *self.titles[::-1])))
+        return f"autoremat {time.monotonic() - self.begin:.0f} s: {doing}"[:LINE]
 
     def __rich__(self) -> Text:
         return Text(str(self), overflow="ellipsis", no_wrap=True)
@@ -59,6 +63,12 @@ def now(stage: str) -> None:
         if status.console and not status.console.is_terminal and time.monotonic() >= status.told + LOG_INTERVAL_SECONDS:
             status.told = time.monotonic()
             print(status, file=status.console.file, flush=True)
+
+
+def finish(outcome: str) -> None:
+    """Names the outcome, with which the line ends if it was shown."""
+    if status := getattr(_here, "status", None):
+        status.outcome = outcome
 
 
 @contextlib.contextmanager
@@ -86,3 +96,6 @@ def status_if_slow(title: str, shown: bool = True, waited: float = 0.0) -> Itera
         status.titles.append(title)
         _here.status = status
         yield
+    seconds = time.monotonic() - status.begin
+    if console and status.outcome and seconds > (PATIENCE_SECONDS if console.is_terminal else LOG_INTERVAL_SECONDS):
+        print(f"autoremat: {status.outcome}"[:LINE], file=console.file, flush=True)

@@ -7,6 +7,7 @@ import logging
 
 from autoremat import host_memory
 from autoremat.basics.errors import BudgetWarning, best_effort_message
+from autoremat.basics.progress import finish
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.forms import warn_of_unused_forms
@@ -71,6 +72,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             BudgetWarning,
         )
     give_once(report.hints)
+    finish(report.summary())
     log.info("%s", report.summary())
     trace_artifact("autoremat_report", report.to_json)
     add_report(report)

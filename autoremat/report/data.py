@@ -85,6 +85,15 @@ class ReportData(CodeFacts, BudgetFacts, PlanningFacts):
         kept = max(0, (self.graph_pool_bytes or 0) - self.gradient_bytes)  # a pool stays, and gradients are part of it
         return max(self.device_ledger.device_bytes(self.peak_bytes), self.device_ledger.update_bytes + kept)
 
+    @cached_property
+    def compared(self) -> tuple[str, int]:
+        """The peak without this package, with its words: plain Inductor's, an estimate of it, or that of saving everything."""
+        if self.reference_bytes is not None:
+            return "plain Inductor" if self.compiler == "inductor" else "torch alone", self.reference_bytes
+        if self.soft_budget_bytes is not None:
+            return "plain Inductor about", self.soft_budget_bytes
+        return "saving everything", self.baseline_peak_bytes
+
     saved_bytes = Figure[int](lambda report: report.plan.saved_bytes)
     """Bytes on the device that cross from the forward into the backward."""
 
@@ -113,6 +122,12 @@ class ReportData(CodeFacts, BudgetFacts, PlanningFacts):
     """Predicted seconds of forward and backward under the plan: kernels as fused, with recomputation and stalls."""
     recompute_seconds = Figure[float](lambda report: report.plan.recompute_seconds)
     """Seconds of recomputation."""
+
+    @Figure
+    def added_share(self) -> float:
+        """Seconds of recomputation and stalls as a share of the step without them."""
+        added = self.recompute_seconds + self.stall_seconds
+        return added / (self.predicted_seconds - added) if self.predicted_seconds > added else 0.0
 
     @Figure
     def overhead(self) -> float:

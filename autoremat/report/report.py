@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from autoremat.basics.display import PlainTable, Shown
+from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report import html_report, text_tables
 from autoremat.report.data import ReportData
@@ -49,27 +49,44 @@ class Report(Shown, ReportData):
         return ReportDiff(self, other)
 
     def summary(self) -> str:
-        """Returns a line for logs."""
-        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
-        gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
-        over = "" if self.within_budget else ", OVER THE BUDGET"
+        """Returns a line for logs: the peak, the budget, the peak of plain Inductor, the added time."""
+        verdict = "within" if self.within_budget else "OVER the budget of"
+        budget = "without a budget" if self.budget_bytes is None else f"{verdict} {format_bytes(self.budget_bytes)}"
         clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
         tensors = len(self.plan.schedule.stays)
         stored = f", {tensors} tensors in other forms, stalls {format_seconds(self.stall_seconds)}" if tensors else ""
-        return (
-            f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{over}, "
-            f"recomputation {self.overhead:.1%} of the forward{stored}{gap}, "
-            f"planned in {format_seconds(self.planning_seconds)}{clock}"
-        )
+        words, other = self.compared
+        peaks = f"{format_bytes(self.peak_bytes)} {budget}; {words} {format_bytes(other)}"
+        return f"{peaks}; time {self.added_share:+.1%}{stored}{clock}"
 
     def line(self) -> str:
         """Returns the one-line representation."""
         return self.summary()
 
     def tables(self) -> Sequence[PlainTable]:
-        """Returns the printed tables."""
-        return text_tables.tables(self)
+        """Returns the printed table."""
+        return [named_figures(text_tables.brief(self))]
+
+    @property
+    def details(self) -> Details:
+        """All figures, the ledger of the device and the ten largest saved tensors. They print as tables."""
+        return Details(self)
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib."""
         Path(path).write_text(html_report.to_html(self), encoding="utf-8")
+
+
+@dataclass(frozen=True, repr=False)
+class Details(Shown):
+    """The figures of a report that its six lines leave out."""
+
+    report: ReportData
+
+    def line(self) -> str:
+        """Returns the one-line representation."""
+        return f"{len(text_tables.figures(self.report))} figures"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """Returns the printed tables."""
+        return text_tables.tables(self.report)

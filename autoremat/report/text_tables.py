@@ -17,13 +17,49 @@ from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision, ForwardValue, Total
 from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot
 
-SAVED_TENSORS_SHOWN, SORTS_SHOWN = 10, 4
+SAVED_TENSORS_SHOWN, BRIEFLY_SAVED, SORTS_SHOWN = 10, 3, 4
 
 Rows = Iterator[tuple[str, str]]
 
 
+def brief(report: ReportData) -> Rows:
+    """Yields the lines of a printed report: six that every report has, then hints and notes."""
+    verdict = "within the budget" if report.budget_bytes is not None else "no budget of memory"
+    if not report.within_budget:
+        verdict = f"OVER THE BUDGET by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"
+    elif not report.fits:
+        verdict += "; unknown workspaces may exceed it" if report.unknown_workspaces else ", and OVER THE DEVICE"
+    yield "verdict", verdict if report.keeps_time else f"{verdict}, and SLOWER than max_slowdown"
+    asked = [] if report.budget_bytes is None else [format_bytes(report.budget_bytes)]
+    if report.budget_share is not None:
+        earlier = ", granted to an earlier graph" if report.granted_bytes == report.budget_bytes else ""
+        asked[0] += f" (memory_budget={report.budget_share:g}{earlier})"
+    if report.device_ledger is not None:
+        asked[0] += (
+            f", what {format_bytes(report.device_ledger.total_bytes)} of {report.device_ledger.device or 'memory'} leave"
+        )
+    asked += [] if report.max_slowdown is None else [f"{report.max_slowdown:.1%} more time"]
+    yield "budget", ", ".join(asked) or "none"
+    words, other = report.compared
+    less = f" ({report.peak_bytes / other - 1:+.0%})" if other else ""
+    yield "peak", f"{format_bytes(report.peak_bytes)}; {words} {format_bytes(other)}{less}"
+    yield "added time", f"{report.added_share:+.1%} of the step, predicted"
+    yield "least possible", least_possible(report)
+    saved = (", ".join(filter(None, (format_bytes(one.bytes), one.module))) for one in report.saved[:BRIEFLY_SAVED])
+    yield "largest saved tensors", "; ".join(saved) or "none"
+    yield from [*(("hint", text) for text in report.hints), *(("note", text) for text in report.notes)]
+    if report.others:
+        yield "other graphs", f"{len(report.others)}, see `others`"
+
+
+def least_possible(report: ReportData) -> str:
+    """Returns the least peak found, as the most that it is if no search was made for it."""
+    is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
+    return f"{'' if is_least else 'at most '}{format_bytes(report.minimum_peak_bytes)}"
+
+
 def tables(report: ReportData) -> list[PlainTable]:
-    """Returns tables of the figures and of the largest saved tensors, a screen of text."""
+    """Returns tables of all figures and of the largest saved tensors, a screen of text."""
     shown = [named_figures(figures(report))]
     if report.device_ledger is not None:
         shown.append(report.device_ledger.table(report.peak_bytes))
@@ -89,10 +125,8 @@ def _peaks(report: ReportData) -> Rows:
     if report.parts_after:
         parts, remedy = binding(report.parts_after), remedy_for(report.parts_after[0][0])
         yield "binds the peak", f"{parts}; to lower it, {remedy}" if remedy else parts
-    is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
-    at_most, unsearched = ("", "") if is_least else ("at most ", "; less was not searched for")
-    least, bound = format_bytes(report.minimum_peak_bytes), format_bytes(report.lower_bound_bytes)
-    yield "minimum peak found", f"{at_most}{least}{reserved} (proven lower bound {bound}{unsearched})"
+    bound = format_bytes(report.lower_bound_bytes)
+    yield "minimum peak found", f"{least_possible(report)}{reserved} (proven lower bound {bound})"
 
 
 def _plan(report: ReportData) -> Rows:
@@ -156,10 +190,6 @@ def _remarks(report: ReportData) -> Rows:
         yield "shared plan", f"of ranks {', '.join(map(str, report.ranks))}"
     if report.unknown_workspaces:
         yield "unknown workspaces", f"{', '.join(report.unknown_workspaces)}: the peak may be higher by these"
-    for text in report.notes:
-        yield "note", text
-    if report.others:
-        yield "other graphs", f"{len(report.others)}, see `others`"
 
 
 def place(moment: PeakSnapshot) -> str:

@@ -153,7 +153,7 @@ def test_a_terminal_has_a_line_that_goes_away(monkeypatch):
         while "measuring" not in file.getvalue():
             assert time.monotonic() < limit
             time.sleep(0.01)
-    assert "planning 7 ops for 70 s: measuring" in file.getvalue()
+    assert "autoremat 70 s: measuring, planning 7 ops" in file.getvalue()
     assert file.getvalue().rstrip("\x1b[?25h").endswith("\x1b[2K"), "the last thing that is done is to erase the line"
 
 
@@ -172,7 +172,7 @@ def test_a_log_has_lines_that_name_stages_and_what_is_inside(told):
         now("comparing")
     now("outside")
     assert [line.rstrip() for line in told.getvalue().splitlines()] == [
-        "autoremat: looking; trying 58 for 0 s: planning 7 ops", "autoremat: looking for 0 s: comparing",
+        "autoremat 0 s: planning 7 ops, trying 58, looking", "autoremat 0 s: comparing, looking",
     ]  # fmt: skip
 
 
@@ -202,6 +202,9 @@ def test_a_compilation_says_what_it_does(monkeypatch, told):
     step(torch.randn(64, 8)).backward()
     for stage in ("tracing", "reading the joint graph", "planning", "writing forward and backward"):
         assert f": {stage}" in told.getvalue()
+    lines = told.getvalue().splitlines()
+    assert lines[-1] == f"autoremat: {autoremat.reports()[-1].summary()}"
+    assert max(map(len, lines)) <= 80
 
 
 def test_silence_is_an_option_that_no_plan_depends_on(monkeypatch, told):

@@ -116,7 +116,7 @@ def test_the_command_is_installed_with_what_it_needs(python, tmp_path):
     command = python.parent / "autoremat"
     assert "version" in run(command, "--version", cwd=tmp_path)
     (tmp_path / "report.json").write_text(report_for(None).to_json())
-    assert "predicted peak" in run(command, "report", "report.json", "--html", "report.html", cwd=tmp_path)
+    assert "least possible" in run(command, "report", "report.json", "--html", "report.html", cwd=tmp_path)
     assert (tmp_path / "report.html").exists()
 
 

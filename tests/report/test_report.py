@@ -44,7 +44,7 @@ def test_figures_come_from_the_plan():
     assert report.recompute_seconds == pytest.approx(1e-3 * report.recomputed_ops)
     assert report.overhead == pytest.approx(report.recomputed_ops / LENGTH)
     assert report.predicted_seconds == pytest.approx(1e-3 * (2 * LENGTH + report.recomputed_ops))
-    assert "for forward and backward, with recomputation" in str(report)
+    assert "for forward and backward, with recomputation" in str(report.details)
     assert report.ops == 2 * LENGTH
     assert not report.time_limited
 
@@ -54,8 +54,7 @@ def test_the_gap_is_the_distance_to_the_bound_in_steps():
     bound, step = report.plan.cost_seconds / 2, report.step_seconds
     bounded = dataclasses.replace(report, plan=dataclasses.replace(report.plan, lower_bound_seconds=bound))
     assert bounded.gap == pytest.approx(bound / (step + bound))
-    assert f"at most {bounded.gap:.1%}" in str(bounded)
-    assert f"at most {bounded.gap:.1%}" in bounded.summary()
+    assert f"at most {bounded.gap:.1%}" in str(bounded.details)
     infeasible = dataclasses.replace(report, plan=dataclasses.replace(report.plan, lower_bound_seconds=math.inf))
     assert infeasible.gap is infeasible.lower_bound_seconds is None
     assert Report.from_json(infeasible.to_json()) == infeasible
@@ -105,19 +104,30 @@ def test_what_is_no_report_is_a_value_error(text):
 
 def test_text_has_every_figure_a_person_asks_for():
     report = report_for(16 * SIZE)
-    text = str(report)
+    text = f"{report}\n{report.details}"
     for expected in ("16.00 MiB", f"{report.recomputed_ops} ops", f"{report.overhead:.1%}", "250.00 ms", "peak snapshot"):
         assert expected in text, f"{expected!r} is not in\n{text}"
     assert "peak of the generated code" not in text
     assert "3.00 MiB; memory of the budget stays free, because nothing needs it" in str(
-        dataclasses.replace(report, compiled_peak_bytes=3 * SIZE, room_left_because="nothing needs it")
+        dataclasses.replace(report, compiled_peak_bytes=3 * SIZE, room_left_because="nothing needs it").details
     )
     assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
     assert "\x1b" not in text
 
 
+def test_a_report_prints_six_lines_that_compare_with_plain_inductor():
+    report = report_for(16 * SIZE, compiler="inductor", budget_share=0.5, reference_bytes=32 * SIZE, hints=("more",))
+    words = [line.split("  ")[0] for line in str(report).splitlines()]
+    assert words == ["verdict", "budget", "peak", "added time", "least possible", "largest saved tensors", "hint"]
+    assert "16.00 MiB (memory_budget=0.5)" in str(report)
+    assert "plain Inductor 32.00 MiB (-5" in str(report)
+    assert report.added_share == pytest.approx(report.recomputed_ops / (2 * LENGTH))
+    assert len(f"autoremat: {report.summary()}") <= 80
+    assert "OVER THE BUDGET by" in str(replace(report, compiled_peak_bytes=17 * SIZE))
+
+
 def test_text_shows_the_ten_largest_saved_tensors():
-    text = str(report_for(None))
+    text = str(report_for(None).details)
     assert text.count("1.00 MiB  test.op  layers.") == 10
     assert [f"layers.{i}" in text.split() for i in (1, 10, 11, 24)] == [True, True, False, False]
     assert "project/net/model.py:1" in text.split()
@@ -126,7 +136,7 @@ def test_text_shows_the_ten_largest_saved_tensors():
 
 def test_text_shows_the_pool_of_cuda_graphs():
     report = dataclasses.replace(report_for(None, compiled_peak_bytes=3 * SIZE), graph_pool_bytes=2 * SIZE)
-    assert f"{format_bytes(2 * SIZE)}" in str(report)
+    assert f"{format_bytes(2 * SIZE)}" in str(report.details)
 
 
 @pytest.mark.usefixtures("no_reports")

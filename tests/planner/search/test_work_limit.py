@@ -214,7 +214,7 @@ def test_the_report_names_what_ended_the_search(clock, monkeypatch, slowness, na
     report = report_on(found, None)
     assert report.time_limited
     assert report.ended_by_clock == (slowness > 1.0)
-    text = " ".join(str(report).split())
+    text = " ".join(str(report.details).split())
     assert named in text
     assert unnamed not in text
     assert ("ENDED BY THE CLOCK" in report.summary()) == report.ended_by_clock
