@@ -204,7 +204,7 @@ class Plan(Shown):
 
     def to_data(self) -> dict[str, Any]:
         """Returns the plan with its graph as JSON data without infinite numbers; :meth:`from_data` reads it back."""
-        return plan_json.encode(self)
+        return plan_json.encode(self.graph, self.schedule, plan_json.changed(self, plan_json.FACTS))
 
     @classmethod
     def from_data(cls, record: Any, name: str = "the plan") -> Plan:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.disk_cache import read_regular_text
@@ -22,9 +22,6 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.machine import Calls, Machine
 from autoremat.planner.graph.op import Op, Value
 from autoremat.planner.graph.schedule import Schedule
-
-if TYPE_CHECKING:
-    from autoremat.planner.plans.plan import Plan
 
 FORMAT, VERSION = "autoremat plan", 4
 READABLE = (3, VERSION)
@@ -49,15 +46,13 @@ MACHINE, CALLS = (tuple(f.name for f in dataclasses.fields(kind)) for kind in (M
 """The fields of a graph's machine and of its calls, which stand among its own."""
 
 
-def encode(plan: Plan) -> dict[str, Any]:
-    """Returns ``plan`` as JSON data without infinite numbers; :func:`decode` reads it back."""
-    graph = plan.graph
-    record = {"format": FORMAT, "version": VERSION, **changed(plan.schedule, SCHEDULE)}
+def encode(graph: Graph, schedule: Schedule, facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a plan as JSON data without infinite numbers; :func:`decode` reads it back."""
+    record = {"format": FORMAT, "version": VERSION, **changed(schedule, SCHEDULE)}
     scalars = changed(graph, ("forward_outputs", "backward_outputs", "must_run"))
     scalars |= changed(graph.machine, MACHINE) | changed(graph.calls, CALLS)
     record["graph"] = scalars | {"ops": _table(Op, graph.ops), "values": _table(Value, graph.values)}
-    record |= changed(plan, FACTS)
-    return record | ({"lower_bound_seconds": None} if math.isinf(plan.lower_bound_seconds) else {})
+    return record | {name: None if fact == math.inf else fact for name, fact in facts.items()}
 
 
 def changed(item: Any, names: Iterable[str]) -> dict[str, Any]:
