@@ -190,7 +190,7 @@ class _Application:
         ]
         cuts = [start for start in starts if not any(made < start <= read for made, read in spans)]
         of_op = np.searchsorted(cuts, np.arange(self.graph.num_forward), side="right")
-        return Segments(tuple(of_op.tolist()), frozenset(), long_range)
+        return Segments(tuple(of_op.tolist()), long_range)
 
 
 def _inside(graph: Graph, region: Region) -> set[int]:

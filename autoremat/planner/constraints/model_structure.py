@@ -104,7 +104,7 @@ class Forward:
 
     def segments(self, count: int) -> tuple[Ops, ...]:
         """Returns about ``count`` segments with about equally many bytes of results, cut at narrow places."""
-        segments, _ = self.chain.segments(count)
+        segments = self.chain.segments(count)
         found: list[list[int]] = [[] for _ in range(segments.count)]
         for index, number in enumerate(segments.of_op):
             found[number].append(index)

@@ -97,14 +97,11 @@ class Schedule:
 class Segments:
     """The forward, cut into consecutive segments.
 
-    ``of_op[i]`` is the segment of forward op ``i``.
-
-    ``kept`` are the values on cuts: once recomputed, they stay live until their last reader has run. Any other recomputed value
-    is dropped when the backward leaves the segment that needed it.
+    ``of_op[i]`` is the segment of forward op ``i``. A recomputed value is dropped when the backward leaves the segment that
+    needed it.
     """
 
     of_op: tuple[int, ...]
-    kept: frozenset[int] = frozenset()
     long_range: frozenset[int] = frozenset()
     """Values that are read far from their producer (masks, rotary tables, skips). Their readers do not tell which segment the
     backward is in."""
@@ -113,11 +110,6 @@ class Segments:
     def count(self) -> int:
         """Number of segments."""
         return max(self.of_op, default=-1) + 1
-
-
-def one_segment(graph: Graph) -> Segments:
-    """Returns the whole forward as one segment: each value is recomputed at most once and stays live until its last reader."""
-    return Segments((0,) * graph.num_forward)
 
 
 class _Backward:
@@ -144,7 +136,7 @@ class _Backward:
         return [value for value in values if value not in available]
 
     def enter(self, segment: int) -> None:
-        """Enters ``segment``. Drops the values that were recomputed for another segment, except those on cuts."""
+        """Enters ``segment``. Drops the values that were recomputed for another segment."""
         if segment != self.current:
             self.available.difference_update(self.local)
             self.local.clear()
@@ -152,15 +144,11 @@ class _Backward:
 
     def recompute(self, values: list[int]) -> None:
         """Executes all ops that ``values`` still need, in forward sequence."""
-        graph, kept, of_op = self.graph, self.segments.kept, self.segments.of_op
+        graph, of_op = self.graph, self.segments.of_op
         for index in sorted(graph.ancestors(graph.producers(values), self.available)):
             self.executions.append(index)
             for value in graph.ops[index].outputs:
-                if value in self.saved:
-                    continue
-                if value in kept:
-                    self.available.add(value)
-                elif of_op[index] == self.current or self.read_here(value):
+                if value not in self.saved and (of_op[index] == self.current or self.read_here(value)):
                     self.available.add(value)
                     self.local.append(value)
 
@@ -213,8 +201,11 @@ def _backward_segments(graph: Graph, segments: Segments) -> list[int]:
 
 
 def build_schedule(graph: Graph, saved: Collection[int], segments: Segments | None = None) -> Schedule:
-    """Returns the schedule that saves ``saved`` and recomputes every other value that the backward reads, just in time."""
-    backward = _Backward(graph, saved, segments or one_segment(graph)).build()
+    """Returns the schedule that saves ``saved`` and recomputes every other value that the backward reads, just in time.
+
+    Without ``segments``, each value is recomputed at most once and stays live until its last reader.
+    """
+    backward = _Backward(graph, saved, segments or Segments((0,) * graph.num_forward)).build()
     draft = Schedule((), backward)
     crossing = draft.saved(graph)
     forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])

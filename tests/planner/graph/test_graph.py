@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import networkx
@@ -14,7 +15,7 @@ from strategies import GraphBuilder, chain, dags, graphs, saved_sets
 from autoremat.planner.api import plan
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Kind, Op, Role, Trait, Value
-from autoremat.planner.graph.schedule import Segments, build_schedule, one_segment
+from autoremat.planner.graph.schedule import Segments, build_schedule
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan
 
@@ -192,18 +193,10 @@ def test_recomputation_stands_just_before_its_need_and_happens_once():
 def test_segments_drop_what_another_segment_made():
     graph = chain(6, forward_outputs=(6,))
     cut = graph.ops[2].outputs[0]
-    segments = Segments((0, 0, 0, 1, 1, 1), kept=frozenset({cut}))
+    segments = Segments((0, 0, 0, 1, 1, 1))
     schedule = build_schedule(graph, {cut}, segments)
     assert schedule.backward == (3, 4, 5, 6, 7, 8, 0, 1, 9, 10, 11)
-    assert Plan.of(graph, schedule).peak_bytes < Plan.of(graph, build_schedule(graph, {cut}, one_segment(graph))).peak_bytes + 1
-
-
-def test_a_recomputed_cut_is_kept_until_its_last_reader():
-    graph = chain(6, forward_outputs=(6,))
-    cuts = frozenset(graph.ops[i].outputs[0] for i in (1, 3))
-    schedule = build_schedule(graph, {graph.ops[3].outputs[0]}, Segments((0, 0, 1, 1, 2, 2), kept=cuts))
-    # Value 2, on a cut, is made once for the middle segment and still there for the first one.
-    assert schedule.recomputed(graph).count(1) == 1
+    assert Plan.of(graph, schedule).peak_bytes < Plan.of(graph, build_schedule(graph, {cut})).peak_bytes + 1
 
 
 def test_the_values_of_one_op_are_recomputed_together():
@@ -224,7 +217,7 @@ def test_the_values_of_one_op_are_recomputed_together():
 def test_schedules_are_valid_and_save_no_more_than_asked(data):
     graph = data.draw(graphs())
     saved = data.draw(saved_sets(graph))
-    schedule = build_schedule(graph, saved, Chain.of(graph).segments(data.draw(st.integers(1, 6)))[0])
+    schedule = build_schedule(graph, saved, Chain.of(graph).segments(data.draw(st.integers(1, 6))))
     Plan.of(graph, schedule).check()
     assert set(schedule.saved(graph)) <= saved
     assert list(schedule.forward) == sorted(set(schedule.forward))
@@ -243,7 +236,7 @@ def test_in_one_segment_nothing_is_recomputed_twice(data):
 def test_nothing_is_recomputed_for_nothing(data):
     """Every execution of a forward op in the backward makes something that is read before it is computed again."""
     graph = data.draw(graphs())
-    schedule = build_schedule(graph, data.draw(saved_sets(graph)), Chain.of(graph).segments(data.draw(st.integers(1, 6)))[0])
+    schedule = build_schedule(graph, data.draw(saved_sets(graph)), Chain.of(graph).segments(data.draw(st.integers(1, 6))))
     for at, index in enumerate(schedule.backward):
         if index >= graph.num_forward:
             continue
@@ -253,13 +246,39 @@ def test_nothing_is_recomputed_for_nothing(data):
         assert made & read, f"execution {at} of {graph.ops[index].name} has no reader"
 
 
+def ends(segments: Segments) -> list[int]:
+    """The last op of each segment but the last one."""
+    return [index for index, (one, other) in enumerate(itertools.pairwise(segments.of_op)) if one != other]
+
+
+@given(graphs(), st.integers(1, 8))
+def test_segments_are_consecutive_and_cover_the_forward(graph, count):
+    segments = Chain.of(graph).segments(count)
+    assert len(segments.of_op) == graph.num_forward
+    assert all(0 <= other - one <= 1 for one, other in itertools.pairwise(segments.of_op))
+    assert segments.count <= count
+
+
+def test_cuts_fall_on_narrow_places():
+    build = GraphBuilder()
+    stream, narrow = build.source(0), []
+    for _ in range(8):
+        stream = build.op([build.op([build.op([stream], 1000)], 1000)], 10)
+        narrow.append(len(build.ops) - 1)
+    build.op([stream], 1, forward=False)
+    for count in (2, 4, 8):
+        found = ends(Chain.of(build.graph()).segments(count))
+        assert len(found) == count - 1
+        assert set(found) <= set(narrow)
+
+
 @pytest.mark.parametrize("length", [16, 36, 64])
 def test_segments_give_the_square_root_strategy(length):
     """Chen et al. (2016): a chain of n layers in memory O(sqrt n) at one extra forward."""
     graph = chain(length, forward_outputs=(length,))
     root = round(length**0.5)
-    segments, crossing = Chain.of(graph).segments(root)
-    schedule = build_schedule(graph, {v for values in crossing for v in values}, segments)
+    segments = Chain.of(graph).segments(root)
+    schedule = build_schedule(graph, {graph.ops[end].outputs[0] for end in ends(segments)}, segments)
     plan = Plan.of(graph, schedule)
     assert plan.peak_bytes <= 2 * root + 3
     assert len(plan.recomputed) <= length

@@ -121,7 +121,7 @@ def test_reading_what_was_never_made_is_refused():
 @given(st.data())
 def test_simulation_equals_an_independent_replay(data):
     graph = data.draw(graphs())
-    segments, _ = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
+    segments = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
     schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments)
     timeline = simulate(graph, schedule)
     replayed = replay_bytes(graph, schedule)

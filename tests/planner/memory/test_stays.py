@@ -84,7 +84,7 @@ def schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
     """Random graphs, fused or not, with up to three calls in flight, and schedules with stays."""
     graph = with_forms(draw(graphs()))
     graph = changed(graph, in_flight=draw(st.integers(1, 3)), resident_bytes=draw(st.sampled_from([0, 7])))
-    segments, _ = Chain.of(graph).segments(draw(st.integers(1, 4)))
+    segments = Chain.of(graph).segments(draw(st.integers(1, 4)))
     schedule = build_schedule(graph, draw(saved_sets(graph)), segments)
     return graph, replace(schedule, stays=draw(stays_of(graph, schedule)))
 

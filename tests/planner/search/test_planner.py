@@ -15,7 +15,6 @@ from strategies import GraphBuilder, chain, graphs
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
-from autoremat.planner.graph.segments import Chain
 from autoremat.planner.search.min_cut import FORBIDDEN, RESOLUTION, MinCut
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
@@ -98,41 +97,6 @@ def test_the_highest_price_still_counts_bytes(mebibytes):
     graph = build.graph(forward_outputs=(out,))
     assert MinCut(graph).solve(1e6 * traffic) & graph.backward_needs == set(small)
     assert large not in MinCut(graph).solve(1e6 * traffic)
-
-
-# -- segments ----------------------------------------------------------------------------------------------------------
-
-
-@given(graphs(), st.integers(1, 8))
-def test_segments_are_consecutive_and_cover_the_forward(graph, count):
-    segments, crossing = Chain.of(graph).segments(count)
-    assert len(segments.of_op) == graph.num_forward
-    assert all(0 <= b - a <= 1 for a, b in zip(segments.of_op, segments.of_op[1:], strict=False))
-    assert segments.count <= count
-    assert len(crossing) == segments.count - 1
-    for cut, values in enumerate(crossing):
-        for value in values:
-            producer = graph.values[value].producer
-            later = [r for r in graph.readers[value] if r < graph.num_forward and segments.of_op[r] > cut]
-            assert segments.of_op[producer] <= cut
-            assert later
-
-
-def test_cuts_fall_on_narrow_places():
-    """Blocks with a wide inside: every cut is crossed by one narrow value."""
-    build = GraphBuilder()
-    stream = build.source(0)
-    narrow = []
-    for _ in range(8):
-        inner = build.op([stream], 1000)
-        inner = build.op([inner], 1000)
-        stream = build.op([inner], 10)
-        narrow.append(stream)
-    build.op([stream], 1, forward=False)
-    for count in (2, 4, 8):
-        _, crossing = Chain.of(build.graph()).segments(count)
-        assert len(crossing) == count - 1
-        assert all(len(values) == 1 and values[0] in narrow for values in crossing)
 
 
 # -- the search --------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
 def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
     rate = data.draw(st.sampled_from([0.0, 1e2, 1e4, 1e6]))
     graph = changed(on_host(graph, rate) if rate else with_forms(graph), in_flight=in_flight)
-    segments, _ = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
+    segments = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
     schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments)
     stays = data.draw(stays_of(graph, schedule))
     stays = tuple(dataclasses.replace(stay, form="host") for stay in stays) if rate else stays
