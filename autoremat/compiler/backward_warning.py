@@ -21,8 +21,8 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.device_memory.inventory import Inventory
+from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.memory.backward_bytes import BackwardBytes
-from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.report.report import Report
 from autoremat.torch_private import autograd
 from autoremat.torch_private.dynamo import until_reset

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoremat.planner.memory.allocations import HalfAllocations, joined
-from autoremat.planner.memory.caching_allocator import unsplit_bytes
+from autoremat.planner.memory.allocations import HalfAllocations, joined, unsplit_bytes
 from autoremat.torch_private.allocator import settings_of_process
 
 WITHOUT_RULE = ("roundup_power2_divisions", "max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb")

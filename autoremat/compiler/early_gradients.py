@@ -23,7 +23,7 @@ from autoremat.compiler.dead_code import remove_dead_code
 from autoremat.compiler.lowering import Compiled
 from autoremat.device_memory.optimizer_run import live_optimizers, optimizer_memory, parameters_of
 from autoremat.options.options import Options
-from autoremat.planner.memory.caching_allocator import ROUNDING
+from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.request.budgets import is_profile
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import autograd, compilers, split_graphs

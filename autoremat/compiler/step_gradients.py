@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoremat.device_memory.inventory import Inventory
-from autoremat.planner.memory.caching_allocator import ROUNDING
+from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.torch_private.autograd import backward_number
 
 

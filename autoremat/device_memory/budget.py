@@ -18,7 +18,7 @@ from autoremat.device_memory.optimizer_run import optimizer_memory
 from autoremat.device_memory.strategies import rows_of_models
 from autoremat.measure.machine import checked_device
 from autoremat.planner.cost import DATASHEETS, device_memory
-from autoremat.planner.memory.caching_allocator import ROUNDING
+from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
 
 CONTEXT = 512 * 2**20

@@ -18,7 +18,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.device_memory.inventory import Inventory
 from autoremat.measure.signatures import node_of_call
 from autoremat.ops.op_table import facts_of
-from autoremat.planner.memory.caching_allocator import ROUNDING
+from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.multigraph.device_budget import UPDATES, LedgerRow, OptimizerMemory
 from autoremat.torch_private.fake_optimizers import FakeCopies, as_in_training, fake_copy, step_of
 from autoremat.torch_private.fake_tensors import new_mode

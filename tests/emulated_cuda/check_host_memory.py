@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from autoremat import host_memory
 from autoremat.basics.errors import PlanInvalid, find_cause
 from autoremat.host_memory import links, ops
-from autoremat.planner.memory.caching_allocator import ROUNDING as BLOCK
+from autoremat.planner.memory.allocations import ROUNDING as BLOCK
 from emulated_cuda import card
 from emulated_cuda.check_steps import block, images
 from emulated_cuda.steps import ROUNDING, on_card, planned_step, relative_error

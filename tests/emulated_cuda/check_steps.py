@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoremat.basics.errors import BudgetWarning
-from autoremat.planner.memory.allocations import FREED, Allocations
-from autoremat.planner.memory.caching_allocator import peak_block_bytes
+from autoremat.planner.memory.allocations import FREED, Allocations, peak_block_bytes
 from emulated_cuda import small_models
 from emulated_cuda.steps import ROUNDING, MeanSquare, cells_of, cells_of_model, check, on_card, planned_step
 

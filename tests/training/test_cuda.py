@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autoremat
 from autoremat import host_memory
 from autoremat.basics.errors import BudgetWarning
-from autoremat.planner.memory.caching_allocator import Block, CachingAllocator
+from autoremat.planner.memory.allocations import Block, CachingAllocator
 
 pytestmark = pytest.mark.gpu
 

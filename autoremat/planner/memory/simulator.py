@@ -6,8 +6,8 @@ ends at its last read. Search, report and tests share this simulator.
 The count follows the definition of the budget. Inputs of the step cost nothing. Autograd holds tangents through the whole
 backward. The caller holds forward outputs and gradients from their allocation to the end of the step.
 
-A stay (``Schedule.stays``) divides the live range of its value in two: see :mod:`autoremat.planner.memory.stays`. The bytes
-follow from its positions alone, and never from the rate of a link.
+A stay (``Schedule.stays``) divides the live range of its value in two (:class:`autoremat.planner.memory.live_ranges.Buffers`).
+The bytes follow from its positions alone, and never from the rate of a link.
 
 If ``k`` calls of the graph are open at once, each of the other ``k - 1`` holds its saved tensors and outputs. These bytes are
 live beside every execution, in addition to ``Calls.resident_bytes``.
@@ -28,7 +28,6 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.fusion import Fused, fusion_in, live_ranges_with_fusion
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
-from autoremat.planner.memory.stays import divide
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +79,13 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises ``PlanInvalid`` if an execution reads a value that was not computed before, and for a stay that breaks a rule.
     """
-    if graph.machine.fuses and not schedule.stays:
-        found = fusion_in(graph, schedule)
-        buffers, live_ranges = found.buffers, live_ranges_with_fusion(found)
+    if graph.machine.fuses:
+        fused = Fused.of(Buffers(graph, schedule)) if schedule.stays else fusion_in(graph, schedule)
+        buffers, live_ranges = fused.buffers, live_ranges_with_fusion(fused)
     else:
         buffers = Buffers(graph, schedule)
-        if schedule.stays:
-            divide(buffers, schedule)
-        live_ranges = live_ranges_with_fusion(Fused.of(buffers)) if graph.machine.fuses else _unfused(buffers)
+        ends = buffers.ends(buffers.last)
+        live_ranges = LiveRanges(buffers.value, buffers.computed_at, buffers.start, ends, buffers.bytes)
     length = len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, live_ranges.starts, live_ranges.bytes)
@@ -97,11 +95,6 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     timeline = Timeline(graph, schedule, bytes_at, live_ranges)
     bytes_at += timeline.beside_bytes
     return timeline
-
-
-def _unfused(buffers: Buffers) -> LiveRanges:
-    ends = buffers.ends(buffers.last)
-    return LiveRanges(buffers.value, buffers.computed_at, buffers.start, ends, buffers.bytes)
 
 
 def held_bytes(graph: Graph, schedule: Schedule) -> int:

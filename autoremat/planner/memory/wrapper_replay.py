@@ -3,7 +3,7 @@
 Inductor's output for a graph is a Python function ``call(args)``. It allocates buffers by name, runs kernels on them, rebinds
 names where it reuses memory, and deletes names after their last use. The replay follows only those statements, over an abstract
 heap. This gives the live bytes at each statement, with in-place reuse, buffer pools and extern kernels. No generated code is
-executed. Code that is split for CUDA graphs is joined first (:mod:`autoremat.planner.memory.partitioned_wrapper`).
+executed. Code that is split for CUDA graphs is joined first (:mod:`autoremat.planner.memory.wrapper_forms`).
 
 CUDA graphs keep their memory in a pool, which never gives memory back. So the pool and the memory outside of it have peaks of
 their own, and code needs the sum of both.
@@ -16,26 +16,26 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from autoremat.planner.memory.allocations import HalfAllocations
-from autoremat.planner.memory.cpp_wrapper import as_python
-from autoremat.planner.memory.partitioned_wrapper import (
+from autoremat.planner.memory.wrapper_forms import (
     COPIED,
     PARTITION,
+    as_python,
     copies_of_inputs,
     is_in_partition,
     joined,
     name_in_code,
 )
-from autoremat.planner.memory.wrapper_expressions import (
+from autoremat.planner.memory.wrapper_heap import (
     COPY_FROM_HOST,
     COPY_TO_HOST,
     WAIT_FOR_COPY_TO_HOST,
+    Heap,
     aliased,
     called_function,
     calls_op,
     is_planar,
     strided_bytes,
 )
-from autoremat.planner.memory.wrapper_heap import Heap
 
 INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
 

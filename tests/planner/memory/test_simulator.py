@@ -16,8 +16,16 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining, Kind, Role
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.graph.segments import Chain
-from autoremat.planner.memory.allocations import FREED, Allocations, HalfAllocations, joined
-from autoremat.planner.memory.caching_allocator import MIB, ROUNDING, CachingAllocator, unsplit_bytes
+from autoremat.planner.memory.allocations import (
+    FREED,
+    MIB,
+    ROUNDING,
+    Allocations,
+    CachingAllocator,
+    HalfAllocations,
+    joined,
+    unsplit_bytes,
+)
 from autoremat.planner.memory.simulator import Timeline, simulate
 
 
