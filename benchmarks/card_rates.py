@@ -17,23 +17,10 @@ from dataclasses import dataclass
 
 from harness import ROOT, parser, table, write
 
-from autoremat.planner.cost import (
-    Attention,
-    AttentionKernel,
-    Device,
-    Pattern,
-    Product,
-    Rate,
-    Task,
-    Work,
-    assumed_host_link,
-    assumed_interconnect,
-    cuda_device,
-    datasheet,
-    sent_bytes,
-    steps_of,
-)
-from autoremat.planner.cost.interconnect import NVLINK
+from autoremat.planner.cost.datasheets import datasheet
+from autoremat.planner.cost.device import Device, cuda_device
+from autoremat.planner.cost.links import NVLINK, Pattern, assumed_host_link, assumed_interconnect, sent_bytes, steps_of
+from autoremat.planner.cost.rates import Attention, AttentionKernel, Product, Rate, Task, Work
 
 TIMES = ROOT / "tests" / "data" / "kernel_times"
 FITTED = {

@@ -22,8 +22,8 @@ from rich.table import Table
 
 import autoremat
 from autoremat import host_memory
-from autoremat.measure.host_link import host_link_of
-from autoremat.planner.cost import assumed_host_link
+from autoremat.measure.links import host_link_of
+from autoremat.planner.cost.links import assumed_host_link
 
 CASES = (
     ("Llama 8B, 8 layers", 0.55), ("GPT-2 medium", 0.25), ("Llama 1B", 0.35), ("Llama 8B, 8 layers", 0.48), ("ViT-L", 0.3),

@@ -20,17 +20,9 @@ from gpu_steps import in_turn, summary_of
 from rich.table import Table
 from torch.nn import functional as F
 
-from autoremat.planner.cost import (
-    Attention,
-    AttentionKernel,
-    Device,
-    Product,
-    Rate,
-    Task,
-    Work,
-    assumed_host_link,
-    cuda_device,
-)
+from autoremat.planner.cost.device import Device, cuda_device
+from autoremat.planner.cost.links import assumed_host_link
+from autoremat.planner.cost.rates import Attention, AttentionKernel, Product, Rate, Task, Work
 
 ROUNDS, LAUNCHES = 7, 20
 """Number of samples, and of launches in a sample. A CUDA graph holds these, so that no launch waits for the host."""

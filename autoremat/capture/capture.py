@@ -29,7 +29,8 @@ from autoremat.ops import op_traits
 from autoremat.ops.batch_norms import RESULTS, averages_of
 from autoremat.ops.reductions import ends_pass
 from autoremat.ops.tensors import tensor_bytes
-from autoremat.planner.cost import Device, Pricing, cpu_device, cuda_device
+from autoremat.planner.cost.device import Device, cpu_device, cuda_device
+from autoremat.planner.cost.rates import Pricing
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
 from autoremat.torch_private import joint_graphs

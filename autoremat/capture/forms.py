@@ -20,11 +20,10 @@ from torch import fx
 
 from autoremat.capture.builder import written_values
 from autoremat.capture.capture import Capture
-from autoremat.capture.replication import Replicated
+from autoremat.capture.communication import Replicated
 from autoremat.ops.collectives import gather_workspace_bytes
 from autoremat.ops.tensors import tensor_bytes
-from autoremat.planner.cost import Links, Pattern, sent_bytes
-from autoremat.planner.cost.host_link import HostLink, host_form
+from autoremat.planner.cost.links import HostLink, Links, Pattern, host_form, sent_bytes
 from autoremat.planner.graph.forms import BITS, SHARDS, Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Value

@@ -18,7 +18,9 @@ from autoremat.capture.work import arithmetic_of, work_of
 from autoremat.measure.calibration import rates_of
 from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
-from autoremat.planner.cost import CostSource, Device, Interconnect, Links, LinkSource, Pricing, Rate, Rates, Work
+from autoremat.planner.cost.device import Device
+from autoremat.planner.cost.links import Interconnect, Links, LinkSource
+from autoremat.planner.cost.rates import CostSource, Pricing, Rate, Rates, Work
 from autoremat.planner.graph.machine import Machine
 from autoremat.planner.graph.op import Op
 from autoremat.torch_private import compilers

@@ -1,8 +1,13 @@
-"""The origin of a node: the running modules, the source line, the model's op, and the names of its result."""
+"""The origin of a node: the running modules, the source line, the model's op, and the names of its result.
+
+A graph is known again in another compilation by a hash of its computation alone.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,7 @@ from torch import fx
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Scope
 from autoremat.report.text_tables import short_source
-from autoremat.torch_private import tensor_identity
+from autoremat.torch_private import symbolic_sizes, tensor_identity
 from autoremat.torch_private.symbolic_sizes import size_hint
 
 NAMES = "autoremat_names"
@@ -159,3 +164,30 @@ def place_of(graph: fx.Graph) -> str:
     """Returns a description of the places where a graph's code begins and ends."""
     sources = [source for node in graph.nodes if node.op != "placeholder" and (source := origin(node)[1])]
     return f"from {sources[0]} to {sources[-1]}" if sources else "of unknown origin"
+
+
+def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Returns a hash of the graph's ops and of the sizes, types and devices of its inputs.
+
+    Names and source lines are left out, because they depend on the function around the graph.
+    """
+    numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
+    lines = []
+    for node in gm.graph.nodes:
+        target = "" if node.op in ("placeholder", "output", "get_attr") else _name(node.target)
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        lines.append(f"{node.op} {target} {arguments if node.op != 'placeholder' else ''}")
+    lines += map(_sizes_and_type, inputs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+
+
+def _sizes_and_type(value: Any) -> str:
+    """Returns the properties of an input that the plans of its graph depend on, as text."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    hints = [symbolic_sizes.size_hint(size) for size in value.shape]
+    return f"{hints} {value.dtype} {value.device} {value.requires_grad}"

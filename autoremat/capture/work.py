@@ -16,7 +16,8 @@ from torch import fx
 from autoremat.measure.signatures import arguments
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
-from autoremat.planner.cost import BATCH, TF32, Attention, AttentionKernel, Product, Rate, Task, Work
+from autoremat.planner.cost.datasheets import TF32
+from autoremat.planner.cost.rates import BATCH, Attention, AttentionKernel, Product, Rate, Task, Work
 from autoremat.planner.graph.op import Kind, Op
 from autoremat.torch_private import kernel_settings
 from autoremat.torch_private.symbolic_sizes import size_hint

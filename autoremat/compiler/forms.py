@@ -11,13 +11,12 @@ from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import Capture
+from autoremat.capture.communication import replicated_nodes
 from autoremat.capture.forms import with_forms
 from autoremat.capture.pricing import ROOFLINE
-from autoremat.capture.replication import replicated_nodes
-from autoremat.measure.host_link import host_link_of
+from autoremat.measure.links import host_link_of
 from autoremat.passes.forms import FORMS
-from autoremat.planner.cost import Links
-from autoremat.planner.cost.host_link import HostLink, assumed_host_link
+from autoremat.planner.cost.links import HostLink, Links, assumed_host_link
 from autoremat.planner.graph.forms import BITS, DEVICE, HOST, SHARDS
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan

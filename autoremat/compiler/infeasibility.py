@@ -14,7 +14,7 @@ from autoremat.compiler.hints import WORTH
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.shares import counted
-from autoremat.planner.cost import device_memory
+from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult

@@ -12,16 +12,16 @@ from torch import fx
 from autoremat.basics.progress import now
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
+from autoremat.capture.communication import fingerprint, replicated_nodes
 from autoremat.capture.forms import groups_of_shards, without_shards
 from autoremat.capture.pricing import Prices
-from autoremat.capture.replication import fingerprint, replicated_nodes
 from autoremat.compiler.forms import with_allowed_forms
 from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.constraints import without_saved_copies
-from autoremat.planner.cost import Interconnect, Links, Rates
-from autoremat.planner.cost.host_link import HostLink
+from autoremat.planner.cost.links import HostLink, Interconnect, Links
+from autoremat.planner.cost.rates import Rates
 from autoremat.planner.graph.forms import SHARDS
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait

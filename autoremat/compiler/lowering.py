@@ -16,7 +16,7 @@ from autoremat.compiler.attempts import Verdict
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.host_memory import ops
-from autoremat.planner.cost import UNKNOWN_GPU, datasheet
+from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.torch_private import compilers, dynamo, inductor_lowering, layouts, named_card
 

@@ -24,10 +24,9 @@ from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, ToldPla
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches, plan_graph
 from autoremat.compiler.records import Record
 from autoremat.measure.calibration import rates_of
-from autoremat.measure.host_link import host_link_of, least_link
-from autoremat.measure.interconnect import interconnects_of
-from autoremat.planner.cost import Interconnect, Rates
-from autoremat.planner.cost.host_link import HostLink
+from autoremat.measure.links import host_link_of, interconnects_of, least_link
+from autoremat.planner.cost.links import HostLink, Interconnect
+from autoremat.planner.cost.rates import Rates
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile, graph_hash
 from autoremat.request.request import Request

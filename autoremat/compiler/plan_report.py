@@ -14,7 +14,7 @@ from autoremat.compiler.dynamic_shapes import note_on_sizes
 from autoremat.compiler.hints import hints_of
 from autoremat.compiler.joint_graph import PlanningContext, Reference
 from autoremat.compiler.loss_chunking import ChunkingChoice
-from autoremat.planner.cost import device_memory
+from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of

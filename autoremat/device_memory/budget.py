@@ -17,7 +17,7 @@ from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory
 from autoremat.device_memory.strategies import rows_of_models
 from autoremat.measure.machine import checked_device
-from autoremat.planner.cost import DATASHEETS, device_memory
+from autoremat.planner.cost.datasheets import DATASHEETS, device_memory
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
 

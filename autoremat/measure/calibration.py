@@ -16,9 +16,10 @@ import torch
 
 from autoremat.basics import disk_cache
 from autoremat.basics.progress import now
+from autoremat.measure.machine import Stopwatch, measurable, outside_of_modes
 from autoremat.measure.microbenchmarks import FUSED, VERSION, Compile, Place, Recipe, compiled, matmul, recipes
-from autoremat.measure.timer import Stopwatch, measurable, outside_of_modes
-from autoremat.planner.cost import Curve, Rate, Rates, curve_name, datasheet
+from autoremat.planner.cost.datasheets import datasheet
+from autoremat.planner.cost.rates import Curve, Rate, Rates, curve_name
 from autoremat.torch_private import kernel_settings
 
 log = logging.getLogger("autoremat")

@@ -15,7 +15,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from autoremat.basics.progress import status_if_slow
-from autoremat.planner.cost import BATCH, Rate
+from autoremat.planner.cost.rates import BATCH, Rate
 from autoremat.torch_private import compilers
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from torch import fx
 
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensor_bytes, tensors_in
-from autoremat.planner.cost import Pattern, sent_bytes, steps_of
+from autoremat.planner.cost.links import Pattern, sent_bytes, steps_of
 from autoremat.torch_private import process_groups
 
 GLOO_THREADS = 2

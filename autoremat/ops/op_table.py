@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoremat.planner.cost import Rate
+from autoremat.planner.cost.rates import Rate
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private import compilers as compilers  # registers Inductor's own ops
 

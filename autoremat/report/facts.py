@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoremat.planner.cost import Pricing
+from autoremat.planner.cost.rates import Pricing
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile
 

@@ -15,7 +15,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.capture.source_info import beside_the_loss
 from autoremat.measure.machine import share_of_host_memory
 from autoremat.options.options import Options
-from autoremat.planner.cost import device_memory
+from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls

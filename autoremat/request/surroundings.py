@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from autoremat.capture.capture import device_of_inputs
-from autoremat.capture.graph_key import graph_key
+from autoremat.capture.source_info import graph_key
 from autoremat.device_memory.optimizer_run import rows_to_come
 from autoremat.measure.machine import share_of_host_memory
 from autoremat.planner.multigraph.device_budget import LedgerRow

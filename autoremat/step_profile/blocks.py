@@ -22,7 +22,7 @@ from autoremat.basics.errors import (
 )
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
-from autoremat.capture.graph_key import graph_key
+from autoremat.capture.source_info import graph_key
 from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.dynamo_backend import backend
 from autoremat.compiler.interception import active_interceptor, intercepted_by

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.communication import may_communicate
-from autoremat.capture.graph_key import graph_key
+from autoremat.capture.source_info import graph_key
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner

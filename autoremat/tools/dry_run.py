@@ -16,7 +16,7 @@ from autoremat.basics.errors import OptionsError
 from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.lowering import GraphSource
 from autoremat.options.options import Options
-from autoremat.planner.cost import UNKNOWN_GPU, datasheet
+from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet
 from autoremat.report.report import Report
 from autoremat.request.budgets import refuse_step_profiles
 from autoremat.tools.target import Target

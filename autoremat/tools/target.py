@@ -17,7 +17,7 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.measure.machine import checked_device
 from autoremat.options.options import Options
-from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
+from autoremat.planner.cost.datasheets import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings

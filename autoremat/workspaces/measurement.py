@@ -21,8 +21,8 @@ from torch import fx
 
 from autoremat.basics import disk_cache
 from autoremat.measure.calibration import device_key
+from autoremat.measure.machine import measurable, outside_of_modes
 from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
-from autoremat.measure.timer import measurable, outside_of_modes
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
 from autoremat.planner.graph.op import Trait

@@ -16,10 +16,10 @@ from autoremat import OptionWarning, host_memory
 from autoremat.capture import forms
 from autoremat.compiler import forms as compiler_forms
 from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.measure import host_link
-from autoremat.measure.host_link import host_link_of, least_link, measure_link
+from autoremat.measure import links
+from autoremat.measure.links import host_link_of, least_link, measure_link
 from autoremat.options.options import Options
-from autoremat.planner.cost.host_link import HostLink
+from autoremat.planner.cost.links import HostLink
 from autoremat.planner.graph.forms import Engine
 from autoremat.planner.graph.op import Value
 from autoremat.planner.settings import SETTINGS
@@ -75,7 +75,7 @@ def test_large_results_of_the_forward_have_a_form_on_the_host(device):
         form = value.form("host")
         assert (form.device_bytes, form.host_bytes) == (0, value.bytes)
         assert (form.store.engine, form.load.engine) == (Engine.TO_HOST, Engine.FROM_HOST)
-        assert form.store.seconds > value.bytes / host_link.STAND_IN.to_host
+        assert form.store.seconds > value.bytes / links.STAND_IN.to_host
 
 
 def test_what_the_caller_holds_or_an_op_writes_has_no_form(device):
@@ -139,7 +139,7 @@ def test_settings_under_which_nothing_is_copied(small_values, setting, said):
 def test_the_link_is_measured_in_both_directions():
     seconds = iter([1e-5, 2e-5, 1e-3, 2e-3, 2.5e-3])
     link = measure_link(CPU, lambda run: (run(), next(seconds))[1])
-    moved = host_link.LARGE_BYTES - host_link.SMALL_BYTES
+    moved = links.LARGE_BYTES - links.SMALL_BYTES
     assert link.to_host == pytest.approx(moved / (1e-3 - 1e-5))
     assert link.from_host == pytest.approx(moved / (2e-3 - 2e-5))
     assert link.latency_seconds == 2e-5
@@ -151,17 +151,17 @@ def test_a_link_is_measured_once_and_stored(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     measured = HostLink(25e9, 20e9, 1e-5, 0.7)
     calls: list[torch.device] = []
-    monkeypatch.setattr(host_link, "measure_link", lambda device: (calls.append(device), measured)[1])
-    monkeypatch.setattr(host_link, "device_key", lambda device: "card")
-    monkeypatch.setattr(host_link, "device_name", lambda device: "H100-80GB")
+    monkeypatch.setattr(links, "measure_link", lambda device: (calls.append(device), measured)[1])
+    monkeypatch.setattr(links, "device_key", lambda device: "card")
+    monkeypatch.setattr(links, "device_name", lambda device: "H100-80GB")
     for _ in range(2):
-        monkeypatch.setattr(host_link, "_known", {})
+        monkeypatch.setattr(links, "_known", {})
         assert host_link_of(torch.device("cuda")) == measured
         assert host_link_of(torch.device("cuda")) == measured
     assert len(calls) == 1
     (stored,) = (tmp_path / "host_links").iterdir()
     stored.write_text("[1]")
-    monkeypatch.setattr(host_link, "_known", {})
+    monkeypatch.setattr(links, "_known", {})
     assert host_link_of(torch.device("cuda")) == measured
     assert len(calls) == 2
     assert host_link_of(torch.device("cuda"), measures=False) != measured

@@ -16,7 +16,8 @@ from wrapper_sources import replay_peak
 
 import autoremat
 from autoremat.capture.work import product_type, shapes_of
-from autoremat.planner.cost import TF32, Attention, AttentionKernel, Product
+from autoremat.planner.cost.datasheets import TF32
+from autoremat.planner.cost.rates import Attention, AttentionKernel, Product
 
 aten = torch.ops.aten
 

@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from autoremat.capture.communication import may_communicate
-from autoremat.capture.replication import fingerprint, replicated_nodes
+from autoremat.capture.communication import fingerprint, may_communicate, replicated_nodes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -17,7 +17,7 @@ from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
-from autoremat.planner.cost import TF32
+from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.request.request import Request

@@ -15,9 +15,9 @@ from torch import fx
 from autoremat.basics import disk_cache
 from autoremat.cli import main
 from autoremat.measure import calibration, signatures
+from autoremat.measure.machine import MAX_RUNS, Stopwatch, outside_of_modes
 from autoremat.measure.microbenchmarks import FUSED, ROW, Place, Recipe, recipes
-from autoremat.measure.timer import MAX_RUNS, Stopwatch, outside_of_modes
-from autoremat.planner.cost import Curve, Rate, Rates, curve_name
+from autoremat.planner.cost.rates import Curve, Rate, Rates, curve_name
 
 CPU = torch.device("cpu")
 

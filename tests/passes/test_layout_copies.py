@@ -16,7 +16,7 @@ from autoremat.compiler import compile_loop, joint_graph, lowering, reference
 from autoremat.options.options import Options
 from autoremat.passes import state_layout_copies
 from autoremat.passes.pipeline import run_passes
-from autoremat.planner.cost import Rate
+from autoremat.planner.cost.rates import Rate
 from autoremat.planner.graph.op import Constraint
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, CaptureError, ConstraintWarning, OptionsError
-from autoremat.planner.cost import device_memory
+from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.search.pareto_front import OURS
 from autoremat.report.decisions import Decision, Reason
 from autoremat.report.report import Report

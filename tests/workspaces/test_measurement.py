@@ -16,7 +16,7 @@ from trained_steps import LEAST, trained
 
 import autoremat
 from autoremat.basics import disk_cache
-from autoremat.planner.cost import device_memory
+from autoremat.planner.cost.datasheets import device_memory
 from autoremat.workspaces import measurement
 from autoremat.workspaces.formulas import CPU, EXACT_RESULTS
 

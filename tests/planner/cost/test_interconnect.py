@@ -5,20 +5,18 @@ from __future__ import annotations
 import pytest
 from strategies import GraphBuilder
 
-from autoremat.planner.cost import (
-    DATASHEETS,
+from autoremat.planner.cost.datasheets import DATASHEETS, MIDDLING, UNKNOWN_GPU, datasheet, device_memory, efficiencies
+from autoremat.planner.cost.device import cuda_device
+from autoremat.planner.cost.links import (
+    GPUS_OF_A_NODE,
     Interconnect,
     Links,
     LinkSource,
     Pattern,
     assumed_interconnect,
-    cuda_device,
-    device_memory,
     sent_bytes,
     steps_of,
 )
-from autoremat.planner.cost.datasheets import MIDDLING, UNKNOWN_GPU, datasheet, efficiencies
-from autoremat.planner.cost.interconnect import GPUS_OF_A_NODE
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Trait
 from autoremat.planner.search.planner import Planner

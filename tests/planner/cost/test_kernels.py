@@ -13,26 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoremat.planner.cost import (
+from autoremat.planner.cost.device import cpu_device, cuda_device
+from autoremat.planner.cost.links import Pattern, assumed_interconnect, sent_bytes, steps_of
+from autoremat.planner.cost.rates import (
+    FLOP_RATES,
     Attention,
     AttentionKernel,
     CostSource,
     Curve,
-    Pattern,
     Pricing,
     Product,
     Rate,
     Rates,
     Task,
     Work,
-    assumed_interconnect,
-    cpu_device,
-    cuda_device,
     curve_name,
-    sent_bytes,
-    steps_of,
 )
-from autoremat.planner.cost.rates import FLOP_RATES
 
 TIMES = Path(__file__).resolve().parents[2] / "data" / "kernel_times"
 FITTED = {"A100", "H100", "B200", "B300", "L40S", "RTX PRO 6000"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoremat.planner.cost.datasheets import DATASHEETS, GB
 from autoremat.planner.cost.durations import durations
-from autoremat.planner.cost.host_link import PLANNED_SHARE, HostLink, assumed_host_link, host_form
+from autoremat.planner.cost.links import PLANNED_SHARE, HostLink, assumed_host_link, host_form
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph

@@ -1,19 +1,21 @@
-"""Measures the link between a device and the host's memory, once per device, and stores its rates on disk.
+"""Measures links: between the ranks of a process group, and between a device and the host's memory.
 
-Each direction is measured alone, and then both at once. Ranks of a machine that compile together measure at the same time, so
-their rates are those of a link that they share.
+A small transfer gives the latency. The time that a large one takes longer gives the rate. A thread of its own measures, because
+fake-tensor modes belong to the compiling thread. Ranks of a machine that compile together measure at the same time, so their
+rates are those of a link that they share.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from autoremat import host_memory
 from autoremat.basics import disk_cache
@@ -21,19 +23,79 @@ from autoremat.basics.progress import now
 from autoremat.host_memory.buffers import new_stream
 from autoremat.measure.calibration import device_key, device_name
 from autoremat.measure.machine import ranks_of_machine
-from autoremat.planner.cost.host_link import HostLink, assumed_host_link
+from autoremat.planner.cost.links import HostLink, Interconnect, LinkSource, Pattern, assumed_host_link, sent_bytes
+from autoremat.torch_private import process_groups
 
-SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 64 * 2**20
-"""Copied bytes of the two measurements: the small one gives the latency."""
+SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 32 * 2**20
+"""Gathered or copied bytes of the two measurements."""
 
 REPETITIONS = 5
 LEAST_SECONDS = 1e-7
-"""Least difference of two measurements."""
+"""Least difference of the two measurements, for a group that sends nothing."""
 
 STAND_IN = HostLink(50e9, 50e9)
 """The link of a CPU that stands for an accelerator: that of a card at PCI Express 5.0."""
 
+_measured: dict[str, tuple[dist.ProcessGroup, Interconnect]] = {}
+"""The interconnects that this process has measured, by the name of the group."""
+
 _known: dict[str, HostLink] = {}
+
+
+def interconnects_of(names: Iterable[str]) -> Mapping[str, Interconnect]:
+    """Returns the interconnects of the process groups with these names, each measured once in a process.
+
+    It is a collective: all ranks of these groups must call it at the same point, with the groups in the same sequence.
+    """
+    found = {}
+    for name in dict.fromkeys(names):
+        group = process_groups.group_of(name)
+        if group is None:
+            continue
+        known = _measured.get(name)
+        if known is None or known[0] is not group:
+            is_on_cuda = dist.get_backend(group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else torch.device("cpu")
+            with ThreadPoolExecutor(1, "autoremat-interconnect") as thread:
+                known = _measured[name] = group, thread.submit(measure_bandwidth, group, device).result()
+        found[name] = known[1]
+    return found
+
+
+def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Interconnect:
+    """Returns the interconnect of ``group``, the same on all of its ranks.
+
+    It is a collective: all ranks of the group must call it at the same point. It takes well below a second, and it allocates
+    twice :data:`LARGE_BYTES` on ``device``.
+    """
+    small, large = (_seconds_on_all_ranks(nbytes, group, device) for nbytes in (SMALL_BYTES, LARGE_BYTES))
+    sent = sent_bytes(Pattern.GATHER, LARGE_BYTES - SMALL_BYTES, max(group.size(), 2))
+    return Interconnect(sent / max(large - small, LEAST_SECONDS), small, LinkSource.MEASURED)
+
+
+def _seconds_on_all_ranks(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    shard = torch.zeros(nbytes // group.size(), dtype=torch.uint8, device=device)
+    gathered = torch.empty(shard.numel() * group.size(), dtype=torch.uint8, device=device)
+    least = _least_seconds(device, lambda: dist.all_gather_into_tensor(gathered, shard, group))
+    slowest = torch.tensor([least], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return float(slowest.item())
+
+
+def _least_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    found = []
+    for _ in range(REPETITIONS + 1):  # the first one also makes the device ready, and connects the ranks
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def host_link_of(device: torch.device, measures: bool = True) -> HostLink | None:
@@ -50,7 +112,7 @@ def host_link_of(device: torch.device, measures: bool = True) -> HostLink | None
         return assumed
     key = f"{device_key(device)}-{ranks_of_machine()}"
     if key not in _known:
-        _known[key] = _stored(key) or _measured(device, key)
+        _known[key] = _stored(key) or _measure(device, key)
     return _known[key]
 
 
@@ -91,22 +153,6 @@ def _copy_at_once(ways: Sequence[_Way], nbytes: int) -> None:
         way.copy(nbytes)
 
 
-def _least_seconds(device: torch.device, run: Callable[[], None]) -> float:
-    found = []
-    for _ in range(REPETITIONS + 1):  # the first one also makes the device ready
-        _wait(device)
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def least_link(links: Sequence[HostLink]) -> HostLink:
     """Returns the link whose rates the slowest of ``links`` has, for ranks that follow one plan."""
     return HostLink(
@@ -125,7 +171,7 @@ def _stored(key: str) -> HostLink | None:
         return None
 
 
-def _measured(device: torch.device, key: str) -> HostLink:
+def _measure(device: torch.device, key: str) -> HostLink:
     now(f"measuring the link between {device} and the host")
     with ThreadPoolExecutor(1, "autoremat-host-link") as thread:  # fake-tensor modes belong to the compiling thread
         link = thread.submit(measure_link, device).result()
