@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.allocations import FREED, Allocations, peak_block_bytes
 from emulated_cuda import small_models
-from emulated_cuda.steps import ROUNDING, MeanSquare, cells_of, cells_of_model, check, on_card, planned_step
+from emulated_cuda.steps import ROUNDING, MeanSquare, cells_of, cells_of_model, check, on_card, planned_step, rounding_of
 
 BUDGETS = (None, 0.8, 1)
 
@@ -80,8 +80,19 @@ def test_convolutions_and_batch_norm():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "budget"), CELLS)
 def test_a_model(name, dtype, budget):
+    rounding = rounding_of(name, dtype)
     for cell in cells_of_model(name, dtype, (None, budget)):
-        check(cell, ROUNDING[dtype], flips=name == "resnet")
+        check(cell, rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [("resnet", torch.float16), ("experts", torch.bfloat16)])
+def test_recomputed_values_have_the_bits_of_the_first_where_each_op_rounds(name, dtype):
+    """Fused kernels omit the rounding between ops, and recomputation fuses others: nothing else differs."""
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        cells = list(cells_of_model(name, dtype, (None, 1)))
+    assert cells[1].recomputed_ops > cells[0].recomputed_ops
+    assert cells[1].has_equal_bits
 
 
 def blocks() -> Any:
@@ -111,9 +122,9 @@ def test_a_model_allocates_in_the_sequence_that_its_code_predicts(built):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [13_977_600, 0.55, 0.75])
+@pytest.mark.parametrize("budget", [13_977_600, 0.65, 0.75])
 def test_a_budget_bounds_whole_blocks(budget):
-    """The allocator counts a block whole if it does not split off the rest. The plan for 55 % requests 13,977,600 bytes."""
+    """The allocator counts a block whole if it does not split off the rest. Those of the least plan take 13,971,456 bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
         step = planned_step(*on_card(blocks()), cost_model="roofline", memory_budget=budget)
