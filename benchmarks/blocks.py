@@ -33,8 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.compiler import peers
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler import compile_loop
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.planner.multigraph.step import CODE_HEADROOM
 
@@ -102,11 +101,11 @@ def whole(case: str) -> SmallestGraph:
     model, inputs = build(case)
     found: list[SmallestGraph] = []
 
-    def plan_and_stop(priced: PricedGraph, context: PlanningContext, earlier: object) -> Any:
-        found.append(plan_for_minimum_peak(priced, context, compares=False))
+    def plan_and_stop(priced: Any, extra_headroom_bytes: int) -> Any:
+        found.append(plan_for_minimum_peak(priced, compares=False))
         raise Lowered
 
-    with uncached(), unittest.mock.patch.object(peers, "plan_graph", plan_and_stop), without_kernels():
+    with uncached(), unittest.mock.patch.object(compile_loop, "plan_graph", plan_and_stop), without_kernels():
         torch.compile(model, backend="autoremat", options=PATIENT)(*inputs)
     return found[0]
 

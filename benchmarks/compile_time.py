@@ -34,7 +34,7 @@ from torch._inductor import compile_fx
 
 from autoremat.basics.errors import BudgetInfeasible, find_cause
 from autoremat.compiler import compile_loop
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.joint_graph import Partitioner
 from autoremat.torch_private import inductor_lowering
 
 BUDGETS = (None, 0.7, 0.4)

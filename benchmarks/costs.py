@@ -37,10 +37,9 @@ from torch.utils.checkpoint import checkpoint
 from autoremat.basics.errors import BudgetInfeasible, find_cause
 from autoremat.capture.capture import Capture, capture
 from autoremat.capture.pricing import Prices
-from autoremat.compiler import peers
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
-from autoremat.compiler.torch_partition import schedule_of_partition
+from autoremat.compiler import compile_loop
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.reference import schedule_of_partition
 from autoremat.options.options import COST_MODELS
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
@@ -104,12 +103,12 @@ def _copied(joint: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(joint, copy.deepcopy(joint.graph))
 
 
-def recording(records: list[Recorded]) -> Callable[[PricedGraph, PlanningContext, EarlierSearches | None], BudgetedGraph]:
+def recording(records: list[Recorded]) -> Callable[..., PlannedGraph]:
     """Returns `plan_graph`, extended to leave a record. The graph is copied, because it is rewritten afterwards."""
-    plan_graph = peers.plan_graph
+    plan_graph = compile_loop.plan_graph
 
-    def plan_and_record(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None) -> BudgetedGraph:
-        planned = plan_graph(priced, context, earlier)
+    def plan_and_record(*given: Any, **headroom: int) -> PlannedGraph:
+        planned = plan_graph(*given, **headroom)
         captured = planned.priced.captured
         again = capture(_copied(captured.joint), captured.num_fwd_outputs, fuses=True)
         records.append(Recorded(again, planned.plan.schedule))
@@ -170,7 +169,7 @@ class Bench:
         records: list[Recorded] = []
         options = {"memory_budget": budget, "cost_model": self.planned_by}
         try:
-            with mock.patch.object(peers, "plan_graph", recording(records)):
+            with mock.patch.object(compile_loop, "plan_graph", recording(records)):
                 self.add(method, model, inputs, records, backend="autoremat", options=options)
         except Exception as error:
             if find_cause(error, BudgetInfeasible) is None:

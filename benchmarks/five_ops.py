@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 import autoremat
-from autoremat.compiler.planning import BudgetedGraph, plan_graph
+from autoremat.compiler.partitioning import rewrite
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import plan_without_us
-from autoremat.compiler.rewriting import rewrite
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
@@ -53,7 +54,7 @@ class Stages:
     """The results of the stages *prepare* to *rewrite*."""
 
     joint: torch.fx.Graph
-    planned: BudgetedGraph
+    planned: PlannedGraph
     torchs: Plan
     """Torch's own partition."""
     halves: tuple[list[str], list[str]]
@@ -68,10 +69,9 @@ def stages() -> Stages:
 
     def look(preview: Preview) -> Stages:
         joint = copy.deepcopy(preview.priced.joint.module.graph)  # rewriting consumes it
-        planned = plan_graph(preview.priced, preview.context)
-        assert planned.planner is not None
-        _, torchs = plan_without_us(preview.priced, preview.context, planned.planner)
-        forward, backward = rewrite(planned).modules
+        planned = plan_graph(preview.priced)
+        _, torchs = plan_without_us(preview.priced, planned.planner)
+        (forward, backward), _ = rewrite(planned)
         (returned,) = forward.graph.find_nodes(op="output")
         saved = [node.name for node in returned.args[0] if node is not None and node.op == "call_function"]
         return Stages(joint, planned, torchs, (calls(forward), calls(backward)), saved[1:])
@@ -144,10 +144,10 @@ def figures(found: Stages) -> Iterator[str]:
     yield f"{len(graph.values)} values"
     yield f"{graph.step_seconds * 1e3:.2f} ms"
     yield f"{len(planned.planner.plans)} starts"
-    yield f"{planned.code_headroom_bytes:,} bytes"
+    yield f"{planned.budget.code_headroom_bytes:,} bytes"
     yield f"{planned.report.reference_bytes:,} bytes"
     yield f"{planned.report.budget_bytes:,} bytes"
-    yield f"{planned.report.budget_bytes - planned.code_headroom_bytes:,} bytes"
+    yield f"{planned.report.budget_bytes - planned.budget.code_headroom_bytes:,} bytes"
     yield f"{planned.plan.gap:.1%} of the step's time".replace("%", " %")
     for half in found.halves:
         yield " ".join(half)

@@ -22,7 +22,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
-from autoremat.compiler.lowering import Lowered
+from autoremat.compiler.lowering import code_peaks
 
 SIZES = {"HIDDEN": 512, "HEADS": 8, "BATCH": 8, "LENGTH": 512, "VOCABULARY": 8192, "IMAGES": 64}
 """Of the models, instead of those that suit a CPU."""
@@ -126,7 +126,7 @@ def budgeted(name: str, mode: str, share: float, budget: int) -> Row:
         budget_bytes=budget,
         planned_bytes=watch.attempts[0].planned_bytes,
         replayed_bytes=watch.attempts[-1].code_bytes,
-        tensor_bytes=max(Lowered.of(halves).code_peaks.values()),
+        tensor_bytes=max(code_peaks(halves).values()),
         pool_bytes=report.graph_pool_bytes,
         measured=measured,
         reserved_since_compilation_bytes=reserved,

@@ -22,11 +22,11 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 import autoremat
-from autoremat.compiler import compile_loop, peers
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.lowering import Lowered as Code
+from autoremat.compiler import compile_loop
+from autoremat.compiler.lowering import Halves, code_peaks
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import BudgetedGraph
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.problem import Problem
 
 sys.path.append(str(ROOT / "tests"))
 import models as test_models  # noqa: E402
@@ -110,7 +110,7 @@ class Watch:
     """The attempts of one compilation, and its last plan."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    planned: BudgetedGraph | None = None
+    planned: PlannedGraph | None = None
 
     @property
     def report(self) -> autoremat.Report:
@@ -149,24 +149,24 @@ def watching(kernels: bool) -> Iterator[Watch]:
     watch = Watch()
     lower = compile_loop.lower
 
-    def watched(source: Any, partitioning: Partitioning, identity: Any, decide: Callable[[Code], Any]) -> Any:
-        code_peaks: dict[bool, int] = {}
+    def watched(problem: Problem, partitioning: Partitioning, identity: Any, decide: Callable[[Halves], Any]) -> Any:
+        found: dict[bool, int] = {}
 
-        def decide_or_stop(code: Code) -> Any:
-            code_peaks.update(code.code_peaks)
-            verdict = decide(code)
-            if verdict is None and not kernels and len(code.code_peaks) == 2:
+        def decide_or_stop(halves: Halves) -> Any:
+            found.update(code_peaks(halves))
+            verdict = decide(halves)
+            if verdict is None and not kernels and len(halves) == 2:
                 raise Lowered
             return verdict
 
         try:
-            return lower(source, partitioning, identity, decide_or_stop)
+            return lower(problem, partitioning, identity, decide_or_stop)
         finally:
             watch.planned = partitioning.planned
             if watch.planned is not None:
                 report = watch.planned.report
                 planned = report.predicted_peak_bytes + report.code_headroom_bytes
-                watch.attempts.append(Attempt(planned, max(code_peaks.values(), default=0)))
+                watch.attempts.append(Attempt(planned, max(found.values(), default=0)))
 
     with unittest.mock.patch.object(compile_loop, "lower", watched):
         yield watch
@@ -187,13 +187,13 @@ def without_kernels() -> Iterator[None]:
 def planned(name: str) -> autoremat.Report:
     """Returns the report of the plan for a model without a budget. Nothing is lowered."""
     model, inputs = build(name)
-    watch, plan_graph = Watch(), peers.plan_graph
+    watch, plan_graph = Watch(), compile_loop.plan_graph
 
-    def plan_and_stop(priced: PricedGraph, context: PlanningContext, earlier: object) -> Any:
-        watch.planned = plan_graph(priced, context)
+    def plan_and_stop(*given: Any, **headroom: int) -> Any:
+        watch.planned = plan_graph(*given, **headroom)
         raise Lowered
 
-    with uncached(), unittest.mock.patch.object(peers, "plan_graph", plan_and_stop), without_kernels():
+    with uncached(), unittest.mock.patch.object(compile_loop, "plan_graph", plan_and_stop), without_kernels():
         torch.compile(model, backend="autoremat", options=PATIENT)(*inputs)
     return watch.report
 

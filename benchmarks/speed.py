@@ -23,7 +23,7 @@ import time
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,10 +37,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoremat
 from autoremat.basics.units import format_bytes
-from autoremat.compiler import peers
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph
+from autoremat.compiler import compile_loop
+from autoremat.compiler.joint_graph import JointGraph, PricedGraph
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import BudgetedGraph
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.problem import Searches
 from autoremat.torch_private import joint_graphs
 
 MODELS = tuple(f"{kind}-{layers}" for kind in ("gpt2", "llama") for layers in (12, 32, 80))
@@ -72,14 +73,14 @@ def measure(name: str) -> Iterator[Row]:
     """Yields the row of a model whose joint graph is planned by us and by torch. Nothing is lowered."""
     model, inputs = build(name)
     rows: list[Row] = []
-    partition, plan_graph = Partitioning.__call__, peers.plan_graph
+    partition, plan_graph = Partitioning.__call__, compile_loop.plan_graph
 
     def timed(self: Partitioning[Any], joint: JointGraph) -> Any:
         torchs = seconds_of(lambda: by_torch(joint.module, joint.inputs, dict(joint.keywords)), 1)
 
-        def plan_and_stop(priced: PricedGraph, context: PlanningContext, earlier: object = None) -> BudgetedGraph:
-            ours = seconds_of(lambda: plan_graph(priced, context), REPEATS)
-            planned = plan_graph(priced, context)
+        def plan_and_stop(priced: PricedGraph) -> PlannedGraph:
+            ours = seconds_of(lambda: plan_graph(alone(priced)), REPEATS)
+            planned = plan_graph(priced)
             added = planned.plan.added_seconds / priced.graph.step_seconds
             rows.append(Row(name, len(priced.graph.ops), ours, added, planned.report.gap, torchs))
             raise Lowered
@@ -91,6 +92,10 @@ def measure(name: str) -> Iterator[Row]:
     with uncached(), unittest.mock.patch.object(Partitioning, "__call__", timed), without_kernels():
         torch.compile(model, backend="autoremat", options=options)(*inputs)
     yield rows[0]
+
+
+def alone(priced: PricedGraph) -> PricedGraph:
+    return replace(priced, problem=replace(priced.problem, searches=Searches()))
 
 
 def by_torch(joint: fx.GraphModule, inputs: Any, keywords: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from autoremat.compiler import peers
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
+from autoremat.compiler import compile_loop
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.torch_private import inductor_lowering
 from autoremat.torch_private.inductor_lowering import LoweredPeak
@@ -45,14 +45,14 @@ class Seen:
 def seen() -> Iterator[Seen]:
     """Collects the plans of what is compiled in the block."""
     found = Seen()
-    original = peers.plan_graph
+    original = compile_loop.plan_graph
 
-    def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
-        planned = original(priced, context, earlier)
+    def plan_graph(priced: PricedGraph, extra_headroom_bytes: int = 0) -> PlannedGraph:
+        planned = original(priced, extra_headroom_bytes)
         found.plans.append(planned.plan)
         return planned
 
-    with mock.patch.object(peers, "plan_graph", plan_graph):
+    with mock.patch.object(compile_loop, "plan_graph", plan_graph):
         yield found
 
 

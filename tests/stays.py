@@ -12,9 +12,9 @@ from captured import Seen
 
 from autoremat import host_memory
 from autoremat.capture import forms
-from autoremat.compiler import peers
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
+from autoremat.compiler import compile_loop
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
@@ -95,15 +95,14 @@ def small_device() -> Iterator[None]:
 def staying(choose: Choose) -> Iterator[Seen]:
     """Gives the plan of each graph that is compiled in the block the stays that ``choose`` returns. Collects the plans."""
     found = Seen()
-    original = peers.plan_graph
+    original = compile_loop.plan_graph
 
-    def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
+    def plan_graph(priced: PricedGraph, extra_headroom_bytes: int = 0) -> PlannedGraph:
         priced = replace(priced, captured=replace(priced.captured, graph=with_host_forms(priced.graph)))
-        planned = original(priced, context, earlier)
+        planned = original(priced, extra_headroom_bytes)
         plan = Plan.of(planned.plan.graph, choose(planned.plan.graph, planned.plan.schedule), planned.plan.label)
         found.plans.append(plan)
-        told = replace(planned.report.plan, schedule=plan.schedule, timeline=plan.timeline)
-        return replace(planned, plan=plan, report=replace(planned.report, plan=told))
+        return replace(planned, plan=plan)
 
-    with mock.patch.object(peers, "plan_graph", plan_graph):
+    with mock.patch.object(compile_loop, "plan_graph", plan_graph):
         yield found

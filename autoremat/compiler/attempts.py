@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 MAX_REPLANS = 4
 """Number of replans after which the best code is taken, or an error raised. An error may need one more, to name its figures."""
@@ -48,14 +48,14 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Trial:
     """Facts about one attempt. All sizes are in bytes. Halves are named by ``is_backward``, as False and True."""
 
     headroom_bytes: int = 0
     """Headroom of the plan below the budget; a negative number loosens the plan."""
     purpose: Purpose = Purpose.FIT
     code_peaks: Mapping[bool, int] = field(default_factory=dict)
-    """Peaks of the halves with generated code. A cache may answer for the others."""
+    """Peaks of the halves whose code this attempt or an earlier one has generated. A cache may answer for the others."""
     pool_bytes: int | None = None
     """Part of the peaks that the pool of CUDA graphs keeps. None without CUDA graphs."""
     limits: Mapping[bool, int | None] = field(default_factory=dict)
@@ -72,8 +72,6 @@ class Attempt:
     code_headroom_bytes: int = 0
     is_last_plan: bool = False
     """True if no plan of lower peak can be tried."""
-    gain: float | None = None
-    """Share of the step's seconds that the plan for ``loosening_headroom_bytes`` saves; None if it is not known."""
 
     @property
     def peak_bytes(self) -> int:
@@ -84,6 +82,11 @@ class Attempt:
     def shows_both_halves(self) -> bool:
         """True if code was generated for both halves, so that ``peak_bytes`` is the peak of the step."""
         return len(self.code_peaks) == 2
+
+    @property
+    def code_peak_bytes(self) -> int | None:
+        """The peak of the step; None if a cache answered for a half that no attempt has generated."""
+        return self.peak_bytes if self.shows_both_halves else None
 
     @property
     def excesses(self) -> list[tuple[int, int]]:
@@ -137,65 +140,39 @@ class Infeasible:
     minimum_bytes: int
 
 
-@dataclass(frozen=True)
-class GainNeeded:
-    """The verdict depends on ``gain`` of the last attempt: that of the plan for this headroom."""
-
-    headroom_bytes: int
-
-
 Verdict = Accept | Again | Infeasible
 
 
-def verdict_on(attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
+def next_step(attempts: Sequence[Trial], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
     """Returns the verdict on the last of ``attempts``; None if Inductor shall go on with it.
 
     ``gain_of`` returns the share of the step's seconds that the plan for a headroom saves. It is asked only if that decides.
     """
-    step = next_step(attempts, rules)
-    if isinstance(step, GainNeeded):
-        *earlier, last = attempts
-        step = next_step([*earlier, replace(last, gain=gain_of(step.headroom_bytes))], rules)
-        assert not isinstance(step, GainNeeded)
-    return step
-
-
-def next_step(attempts: Sequence[Attempt], rules: Rules) -> Verdict | GainNeeded | None:
-    """Returns the verdict on the last of ``attempts``; None if Inductor shall go on with it."""
     last = attempts[-1]
     if not last.excesses or _is_tolerated(attempts, rules):
-        if _may_loosen(attempts, rules):
-            if last.gain is None:
-                return GainNeeded(last.loosening_headroom_bytes)
-            if last.gain >= LEAST_GAIN:
-                return Again(last.loosening_headroom_bytes, Purpose.LOOSEN)
+        if _may_loosen(attempts, rules) and gain_of(last.loosening_headroom_bytes) >= LEAST_GAIN:
+            return Again(last.loosening_headroom_bytes, Purpose.LOOSEN)
         return Accept() if last.is_complete else None
-    if not (last.is_complete or last.shows_both_halves) and _may_end_in_error(attempts, rules):
+    may_raise = rules.must_fit and (last.is_last_plan or _is_final(attempts))
+    if not (last.is_complete or last.shows_both_halves) and (may_raise or _is_minimizing(attempts)):
         return None  # an error names the peak of the step, so it needs the code of both halves
     if last.purpose is Purpose.LOOSEN:
         return Again(attempts[-2].headroom_bytes, Purpose.RETURN)
-    if rules.must_fit and (last.is_last_plan or _is_minimizing(attempts) or _is_final(attempts)):
-        return _minimize_or_raise(attempts)
     late = len(attempts) >= MAX_REPLANS
-    if not rules.must_fit and (last.is_last_plan or _is_minimizing(attempts) or late):
-        return _minimize_or_settle(attempts)
+    if last.is_last_plan or _is_minimizing(attempts) or (_is_final(attempts) if rules.must_fit else late):
+        return _minimize_or_end(attempts, rules)
     return Again(_tighter_headroom_bytes(last, rules, late))
 
 
-def _is_final(attempts: Sequence[Attempt]) -> bool:
+def _is_final(attempts: Sequence[Trial]) -> bool:
     return len(attempts) > MAX_REPLANS or any(attempt.purpose is Purpose.SETTLE for attempt in attempts)
 
 
-def _is_minimizing(attempts: Sequence[Attempt]) -> bool:
+def _is_minimizing(attempts: Sequence[Trial]) -> bool:
     return any(attempt.purpose is Purpose.MINIMIZE for attempt in attempts)
 
 
-def _may_end_in_error(attempts: Sequence[Attempt], rules: Rules) -> bool:
-    final = rules.must_fit and (attempts[-1].is_last_plan or _is_final(attempts))
-    return final or _is_minimizing(attempts)
-
-
-def _is_tolerated(attempts: Sequence[Attempt], rules: Rules) -> bool:
+def _is_tolerated(attempts: Sequence[Trial], rules: Rules) -> bool:
     """Returns True if code over the budget is taken, as the best effort."""
     *earlier, last = attempts
     least = all(last.peak_bytes <= attempt.peak_bytes for attempt in earlier if attempt.failed)
@@ -204,46 +181,40 @@ def _is_tolerated(attempts: Sequence[Attempt], rules: Rules) -> bool:
     return not rules.must_fit and (settled or _is_final(attempts))
 
 
-def _may_loosen(attempts: Sequence[Attempt], rules: Rules) -> bool:
+def _may_loosen(attempts: Sequence[Trial], rules: Rules) -> bool:
     """Returns True if the code leaves enough memory unused for a faster plan, and the rules allow to try one."""
     last = attempts[-1]
     fresh = all(attempt.purpose is Purpose.FIT and not attempt.excesses for attempt in attempts)
     bounded = any(limit is not None for limit in last.limits.values())
-    if not (rules.may_loosen and fresh and bounded and last.shows_both_halves and not last.is_complete):
-        return False
-    room = last.budget_bytes - last.peak_bytes
-    return room >= LEAST_ROOM * last.budget_bytes
+    has_room = last.budget_bytes - last.peak_bytes >= LEAST_ROOM * last.budget_bytes
+    return rules.may_loosen and fresh and bounded and last.shows_both_halves and not last.is_complete and has_room
 
 
-def _closest(attempts: Sequence[Attempt]) -> Attempt:
+def _closest(attempts: Sequence[Trial]) -> Trial:
     failed = [attempt for attempt in attempts if attempt.failed]
     return min(failed, key=lambda attempt: (attempt.peak_bytes, attempt.headroom_bytes, attempt.shows_both_halves))
 
 
-def _minimize_or_raise(attempts: Sequence[Attempt]) -> Verdict:
-    """Returns one more attempt if it may lower the minimum that an error names; else the error.
+def _minimize_or_end(attempts: Sequence[Trial], rules: Rules) -> Verdict:
+    """Returns one more attempt if the code of another plan may need less memory; else the best plan so far, or the error.
 
     The error names the peak of a plan that every budget tries before an error. With that peak as the budget the plan is
     therefore tried again, and fits. The code of another plan may need less, but that budget might not lead to it.
     """
-    last = attempts[-1]
-    headroom = last.minimizing_headroom_bytes if last.shows_both_halves else _closest(attempts).headroom_bytes
-    if headroom is not None and not _is_minimizing(attempts):
+    last, closest = attempts[-1], _closest(attempts)
+    headroom = last.minimizing_headroom_bytes
+    if rules.must_fit and not last.shows_both_halves:
+        headroom = closest.headroom_bytes
+    if headroom is not None and not _is_minimizing(attempts) and (rules.must_fit or len(attempts) < MAX_REPLANS):
         return Again(headroom, Purpose.MINIMIZE)
+    if not rules.must_fit:
+        return Again(closest.headroom_bytes, Purpose.SETTLE)
     whole = [attempt for attempt in attempts if attempt.failed and attempt.shows_both_halves]
     sure = [attempt.peak_bytes for attempt in whole if attempt.is_last_plan or attempt.purpose is Purpose.MINIMIZE]
-    return Infeasible(min(sure or [attempt.peak_bytes for attempt in whole], default=_closest(attempts).peak_bytes))
+    return Infeasible(min(sure or [attempt.peak_bytes for attempt in whole], default=closest.peak_bytes))
 
 
-def _minimize_or_settle(attempts: Sequence[Attempt]) -> Verdict:
-    """Returns one more attempt with another plan if that may need less memory; else one with the best plan so far."""
-    headroom = attempts[-1].minimizing_headroom_bytes
-    if headroom is not None and not _is_minimizing(attempts) and len(attempts) < MAX_REPLANS:
-        return Again(headroom, Purpose.MINIMIZE)
-    return Again(_closest(attempts).headroom_bytes, Purpose.SETTLE)
-
-
-def _tighter_headroom_bytes(last: Attempt, rules: Rules, late: bool) -> int:
+def _tighter_headroom_bytes(last: Trial, rules: Rules, late: bool) -> int:
     """Returns the headroom that makes up for the bytes by which the simulator underestimated the last plan."""
     peak, limit = max(last.excesses)
     if rules.budget_is_shared:
@@ -254,42 +225,12 @@ def _tighter_headroom_bytes(last: Attempt, rules: Rules, late: bool) -> int:
     return max(last.budget_bytes, headroom) if late else headroom  # the minimum peak is tried before an error
 
 
-def code_peak_bytes(attempts: Sequence[Attempt]) -> int | None:
-    """Returns the peak of the accepted code; None if a cache answered for a half that no attempt has generated.
-
-    If a half is the same as in an earlier attempt, a cache may answer for it. The earlier peak counts then.
-    """
-    *earlier, last = attempts
-    same = _with_the_last_plan(attempts)
-    if last.purpose is Purpose.RETURN:  # to the first of them, which showed both halves
-        return same[0].peak_bytes
-    peaks: dict[bool, int] = {}
-    for attempt in earlier:
-        for half, counted in attempt.code_peaks.items():
-            if counted <= attempt.budget_bytes:
-                peaks[half] = max(counted, peaks.get(half, 0))
-    for attempt in same:
-        peaks.update(attempt.code_peaks)
-    return max(peaks.values()) if len(peaks) == 2 else None
-
-
-def _with_the_last_plan(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Returns the attempts with the plan of the last one: in one compilation, the headroom decides the plan."""
-    return [attempt for attempt in attempts if attempt.headroom_bytes == attempts[-1].headroom_bytes]
-
-
-def pool_bytes(attempts: Sequence[Attempt]) -> int | None:
-    """Returns the bytes that the pool of CUDA graphs keeps with the accepted code; None without CUDA graphs."""
-    same = _with_the_last_plan(attempts)
-    return max((attempt.pool_bytes for attempt in same if attempt.pool_bytes is not None), default=None)
-
-
-def unused_reason(attempts: Sequence[Attempt], is_fastest: bool) -> str:
+def unused_reason(attempts: Sequence[Trial], is_fastest: bool) -> str:
     """Returns the reason why the accepted code leaves memory unused; empty if it uses the budget.
 
     ``is_fastest`` is True if its plan is the plan of least time.
     """
-    last, peak = attempts[-1], code_peak_bytes(attempts)
+    last, peak = attempts[-1], attempts[-1].code_peak_bytes
     if peak is None or last.budget_bytes - peak < LEAST_ROOM * last.budget_bytes:
         return ""
     if is_fastest:

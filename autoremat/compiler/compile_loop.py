@@ -8,11 +8,9 @@ for more memory. If the code of the looser plan does not fit, the first plan is 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autoremat.basics.errors import ConstraintWarning
@@ -21,36 +19,23 @@ from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler import records
-from autoremat.compiler.attempts import (
-    Again,
-    Attempt,
-    Infeasible,
-    Rules,
-    Verdict,
-    code_peak_bytes,
-    pool_bytes,
-    unused_reason,
-    verdict_on,
-)
-from autoremat.compiler.cache_key import fingerprint, source_hash
-from autoremat.compiler.counting import Codes, code_unsplit_bytes
-from autoremat.compiler.dynamic_shapes import note_on_sizes
-from autoremat.compiler.forms import host_remedy
-from autoremat.compiler.infeasibility import infeasible
-from autoremat.compiler.joint_graph import PlanningContext, Reference
-from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.attempts import Accept, Again, Infeasible, Rules, Trial, Verdict, next_step, unused_reason
+from autoremat.compiler.infeasibility import no_code_fits
+from autoremat.compiler.joint_graph import Partitioner
+from autoremat.compiler.lowering import Compiled, Halves, code_peaks, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import Peers
-from autoremat.compiler.plain_code import reference_by_code
-from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
-from autoremat.compiler.records import Record
-from autoremat.compiler.reference import CODE
-from autoremat.planner.memory.allocations import HalfAllocations, beside_sizes
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.problem import Problem, Record
+from autoremat.compiler.records import fingerprint, source_hash
+from autoremat.compiler.reference import reference_by_code
+from autoremat.compiler.replay_context import code_unsplit_bytes
+from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.report.report import Report
-from autoremat.request.request import Request
 from autoremat.torch_private import compilers
 from autoremat.torch_private.dynamo import sharded_inputs
+from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 log = logging.getLogger("autoremat")
 
@@ -62,209 +47,183 @@ class CompiledGraph:
     """The result of a compilation."""
 
     function: Compiled
-    report: Report | None
+    report: Report | None = None
     """None if the graph has no backward, or if torch's partitioner took it (fallback)."""
-    key: str
+    key: str = ""
     """Name of the record on disk."""
     record: Record | None = None
     """The record to save; None if a record exists, or if planning failed. After a fallback the next process shall warn too."""
 
 
-def compile_graph(source: GraphSource, request: Request, peers: Peers | None = None) -> CompiledGraph:
-    """Returns the graph compiled by Inductor, with the plan of all ranks that share it.
+def compile_graph(problem: Problem, peers: Peers | None = None) -> CompiledGraph:
+    """Returns the graph compiled by Inductor, or to run uncompiled, with the plan of all ranks that share it.
 
     ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
     that is tried, and ``AgreementError`` if another rank fails.
     """
     peers = peers or Peers()
-    may_repeat = peers.may_repeat_collectives or source.may_repeat_collectives
-    key = fingerprint(source.module, source.inputs, request, may_repeat)
-    request = peers.agree(request, device_of_inputs(source.module, source.inputs), records.load(key))
+    problem = _begun(problem, peers)
+    trials = Trials(problem, peers)
     while True:
-        found = _compile_in_attempts(source, request, key, peers, may_repeat)
-        if peers.settled():
-            return found
-
-
-def _compile_in_attempts(source: GraphSource, request: Request, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
-    record = peers.record
-    is_shared = request.limits.step_share is not None
-    rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
-    step = Again(0 if record is None else record.extra_headroom_bytes)
-    caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    earlier = EarlierSearches()
-    attempts: list[Attempt] = []
-    codes = Codes()
-    is_estimate = False
-    reference = _reference(source, request, record, may_repeat)
-    while True:
-        now(f"tracing, attempt {len(attempts) + 1}" if attempts else "tracing")
-        context = PlanningContext(
-            request,
-            step.headroom_bytes,
-            cuda_name=source.cuda_name,
-            sharded_inputs=sharded_inputs(source.module),
-            may_repeat_collectives=may_repeat,
-            reference=reference,
-            rates=peers.rates,
-            host_link=peers.host_link,
-        )
-        partitioning = Partitioning(context, partial(peers.plan, earlier=earlier), peers.fail)
-        identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
-        decide = _decision(attempts, rules, partitioning, step, codes)
-        with caches():
-            function, lowered, verdict = lower(source, partitioning, identity, decide)
-        is_estimate = is_estimate or lowered.is_estimate
-        planned = partitioning.planned
-        if planned is None:
-            assert function is not None
-            if partitioning.fell_back:
-                return CompiledGraph(function, None, key)
-            if record is not None:  # torch's caches answered
-                return CompiledGraph(function, _known_report(record), key)
-            if caches is compilers.without_caches:  # the graph has no backward, although something requires a gradient
-                return CompiledGraph(function, None, key, Record(None, agreement=peers.agreement))
-            # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
-            caches = compilers.without_caches
+        now(f"tracing, attempt {len(trials.made) + 1}" if trials.made else "tracing")
+        plan = partial(plan_graph, extra_headroom_bytes=trials.next.headroom_bytes)
+        partitioning = Partitioning(problem, plan, peers)
+        if problem.request.fuses:
+            with trials.caches():
+                code = lower(problem, partitioning, trials.identity, partial(trials.decide, partitioning))
+        else:
+            assert problem.module is not None
+            code = compilers.compile_uncompiled(problem.module, problem.inputs, Partitioner(partitioning)), {}, Accept()
+        found = trials.result(partitioning, *code)
+        if found is None:
             continue
-        log.debug("%s", planned.report.summary())
-        attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
-        verdict = verdict or verdict_on(attempts, rules, planned.gain)
-        if isinstance(verdict, Infeasible):
-            raise _error(planned, verdict)
-        if not isinstance(verdict, Again):
-            assert function is not None
-            report = _completed(planned, attempts, earlier, record, is_estimate)
-            report = dataclasses.replace(report, assumed_sizes=partitioning.assumed_sizes)
-            saved = None if partitioning.fell_back else Record(report, step.headroom_bytes, peers.agreement)
-            return CompiledGraph(function, report, key, saved)
-        log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
-        step = verdict
+        again = peers.settled(problem)
+        if again is None:
+            return found
+        problem, trials = again, Trials(again, peers)
 
 
-def compile_uncompiled(source: GraphSource, request: Request, peers: Peers | None = None) -> CompiledGraph:
-    """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
-    now("tracing")
-    peers = peers or Peers()
-    request = peers.agree(request, device_of_inputs(source.module, source.inputs))
-    context = PlanningContext(
-        request,
-        rates=peers.rates,
-        host_link=peers.host_link,
-        may_repeat_collectives=peers.may_repeat_collectives,
-        sharded_inputs=sharded_inputs(source.module),
-    )
-    while True:
-        partitioning = Partitioning(context, peers.plan, peers.fail)
-        function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
-        if peers.settled():
-            planned = partitioning.planned
-            if planned is None:
-                return CompiledGraph(function, None, "")
-            report = dataclasses.replace(planned.report, assumed_sizes=partitioning.assumed_sizes)
-            return CompiledGraph(function, report, "")
+def _begun(problem: Problem, peers: Peers) -> Problem:
+    """Returns the problem with all that is known before the first attempt: key, record, what all ranks agree on, reference."""
+    module = problem.module
+    assert module is not None
+    may_repeat = peers.may_repeat_collectives or problem.may_repeat_collectives
+    problem = replace(problem, may_repeat_collectives=may_repeat, sharded_inputs=sharded_inputs(module))
+    if problem.request.fuses:
+        key = fingerprint(problem)
+        problem = replace(problem, key=key, record=records.load(key))
+    problem = peers.agree(problem, device_of_inputs(module, problem.inputs))
+    return replace(problem, reference=reference_by_code(problem))
 
 
-def _reference(source: GraphSource, request: Request, record: Record | None, may_repeat: bool) -> Reference | None:
-    """Returns the reference peak by Inductor's own code; None without a share. A record of an earlier process knows it."""
-    known = None if record is None else record.report
-    if known is not None and known.reference_bytes is not None and known.reference_source == CODE:
-        return Reference(known.reference_bytes, CODE, known.reference_saved_bytes or 0)
-    context = PlanningContext(
-        request,
-        cuda_name=source.cuda_name,
-        sharded_inputs=sharded_inputs(source.module),
-        may_repeat_collectives=may_repeat,
-    )
-    return reference_by_code(source, context)
+@dataclass
+class Trials:
+    """The attempts at a problem, and the next one."""
 
+    problem: Problem
+    peers: Peers
+    made: list[Trial] = field(default_factory=list)
+    codes: dict[str, LoweredPeak] = field(default_factory=dict)
+    """The code of each half, by its hash: a cache may answer for one that an earlier attempt has generated."""
+    has_caches: bool = True
+    """False to do without the caches of torch."""
 
-def _known_report(record: Record) -> Report | None:
-    """Returns the report of an earlier process, and repeats its warnings."""
-    for message in () if record.report is None else record.report.constraint_warnings:
-        warn_user(message, ConstraintWarning)
-    return record.report
+    def __post_init__(self) -> None:
+        request, record = self.problem.request, self.problem.record
+        is_shared = request.limits.step_share is not None
+        self.rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
+        self.next = Again(0 if record is None else record.extra_headroom_bytes)
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """The name of the next attempt in torch's caches."""
+        request, headroom = self.problem.request, self.next.headroom_bytes
+        return ("autoremat", source_hash(), self.problem.key, headroom, request.must_fit, *self.peers.identity)
 
-def attempt_of(planned: BudgetedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:
-    """Returns the facts about an attempt that decisions depend on. Adds the allocations of its code to ``codes``."""
-    known = codes.note(step.headroom_bytes, lowered.allocations)
-    return Attempt(
-        headroom_bytes=step.headroom_bytes,
-        purpose=step.purpose,
-        code_peaks=_code_peaks(planned, lowered.code_peaks, known),
-        pool_bytes=lowered.pool_bytes,
-        limits={half: planned.limit_bytes(half) for half in (False, True)},
-        slacks=planned.slacks,
-        is_complete=is_complete,
-        budget_bytes=planned.report.budget_bytes or 0,
-        simulated_bytes=planned.report.predicted_peak_bytes + planned.code_headroom_bytes,
-        minimum_bytes=planned.planning.smallest.peak_bytes,
-        code_headroom_bytes=planned.code_headroom_bytes,
-        is_last_plan=planned.is_last_plan,
-    )
+    def caches(self) -> AbstractContextManager[None]:
+        """Returns the context in which code is generated."""
+        return contextlib.nullcontext() if self.has_caches else compilers.without_caches()
 
-
-def _code_peaks(planned: BudgetedGraph, replayed: Mapping[bool, int], known: Mapping[bool, HalfAllocations]) -> dict[bool, int]:
-    """Returns the peaks of the halves with generated code, beside all else that is allocated. Blocks of CUDA count whole."""
-    timeline, unsplit = planned.plan.timeline, dict[bool, int]()
-    if planned.priced.captured.runs_on == "cuda":
-        beside = beside_sizes(timeline)
-        for half in replayed.keys() & known.keys():
-            have_run = known if half else {False: known[False]}
-            unsplit[half] = code_unsplit_bytes(have_run, beside)
-    return {half: peak + timeline.beside_bytes + unsplit.get(half, 0) for half, peak in replayed.items()}
-
-
-def _decision(
-    attempts: list[Attempt], rules: Rules, partitioning: Partitioning[BudgetedGraph], step: Again, codes: Codes
-) -> Callable[[Lowered], Verdict | None]:
-    """Returns the function that decides, from the code of one or both halves, on the present attempt."""
-
-    def decide(lowered: Lowered) -> Verdict | None:
+    def decide(self, partitioning: Partitioning[PlannedGraph], halves: Halves) -> Verdict | None:
+        """Returns the verdict on the present attempt by the code of one or both halves; None to go on with it."""
         planned = partitioning.planned
         if planned is None:
             return None
-        tried = [*attempts, attempt_of(planned, step, lowered, codes, is_complete=False)]
-        return verdict_on(tried, rules, planned.gain)
+        trial = self._trial(planned, self._known(partitioning, halves), is_complete=False)
+        return next_step([*self.made, trial], self.rules, planned.gain)
 
-    return decide
+    def result(
+        self, partitioning: Partitioning[PlannedGraph], function: Compiled | None, halves: Halves, verdict: Verdict | None
+    ) -> CompiledGraph | None:
+        """Returns the result of the compilation; None if another attempt follows.
 
+        Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan that was tried.
+        """
+        problem, planned = self.problem, partitioning.planned
+        if planned is None:
+            assert function is not None
+            return self._unplanned(function, partitioning.fell_back)
+        log.debug("%s", planned.report.summary())
+        known = self._known(partitioning, halves)
+        self.made.append(self._trial(planned, known, is_complete=function is not None))
+        verdict = verdict or next_step(self.made, self.rules, planned.gain)
+        if isinstance(verdict, Infeasible):
+            raise no_code_fits(planned, verdict.minimum_bytes)
+        if isinstance(verdict, Again):
+            log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
+            self.next = verdict
+            return None
+        assert function is not None
+        report = self._completed(planned, any(half.is_estimate for half in known.values()))
+        report = replace(report, assumed_sizes=partitioning.facts.assumed_sizes)
+        is_saved = bool(problem.key) and not partitioning.fell_back
+        record = Record(report, self.next.headroom_bytes, self.peers.agreement) if is_saved else None
+        return CompiledGraph(function, report, problem.key, record)
 
-def _completed(
-    planned: BudgetedGraph,
-    attempts: list[Attempt],
-    earlier: EarlierSearches,
-    record: Record | None,
-    is_estimate: bool,
-) -> Report:
-    """Returns the report with the peak of the accepted code."""
-    report, peak, pool = planned.report, code_peak_bytes(attempts), pool_bytes(attempts)
-    if peak is None and record is not None and record.report is not None:
-        peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
-    if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
-        plan = dataclasses.replace(report.plan, budget_bytes=max(peak, report.budget_bytes or 0))
-        report = dataclasses.replace(report, plan=plan)
-    reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    if earlier.ended_by_clock:  # also of a search behind code generation
-        report = dataclasses.replace(report, plan=dataclasses.replace(report.plan, interrupted=True), ended_by_clock=True)
-    return dataclasses.replace(
-        report,
-        compiled_peak_bytes=peak,
-        replans=len(attempts) - 1,
-        room_left_because=reason,
-        graph_pool_bytes=pool,
-        notes=(*report.notes, ESTIMATED) if is_estimate else report.notes,
-    )
+    def _unplanned(self, function: Compiled, fell_back: bool) -> CompiledGraph | None:
+        """Returns the result without a plan: the graph has no backward, it fell back, or torch's caches answered."""
+        problem, record = self.problem, self.problem.record
+        if fell_back or not problem.key:
+            return CompiledGraph(function)
+        if record is not None:  # torch's caches answered
+            for message in () if record.report is None else record.report.constraint_warnings:
+                warn_user(message, ConstraintWarning)
+            return CompiledGraph(function, record.report, problem.key)
+        if not self.has_caches:  # the graph has no backward, although something requires a gradient
+            return CompiledGraph(function, None, problem.key, Record(None, agreement=self.peers.agreement))
+        self.has_caches = False  # they answered, but the record of this compilation is lost: compiling again restores it
+        return None
 
+    def _known(self, partitioning: Partitioning[PlannedGraph], halves: Halves) -> Halves:
+        """Returns all that is known of the code of both halves, by this attempt and by earlier ones."""
+        hashes = partitioning.facts.hashes
+        self.codes.update({hashes[is_backward]: half for is_backward, half in halves.items()})
+        return {half: self.codes[hashes[half]] for half in (False, True) if hashes[half] in self.codes}
 
-def _error(planned: BudgetedGraph, verdict: Infeasible) -> Exception:
-    """Returns the error for a graph whose code exceeds the budget with every plan that was tried."""
-    report, planning = planned.report, planned.planning
-    request, card = planned.context.request, planned.context.cuda_name
-    room = (report.budget_bytes or 0) - max(0, verdict.minimum_bytes - planning.smallest.peak_bytes)
-    sizes = note_on_sizes(planned.priced.joint.module.graph)
-    remedies = (sizes, host_remedy(planned.priced.captured, planning.smallest, request, card, room))
-    budget, least = report.budget_bytes or 0, verdict.minimum_bytes
-    error = infeasible(planning, request, budget, report.device, least, remedies, plan_file=planned.plan_file)
-    return error.asked_as(report.budget_share, report.reference_bytes)
+    def _trial(self, planned: PlannedGraph, halves: Halves, is_complete: bool) -> Trial:
+        """Returns the facts about an attempt that decisions depend on.
+
+        Peaks count all else that is allocated beside the code. Blocks of CUDA count whole.
+        """
+        pool = max((half.pool_bytes for half in halves.values() if half.pool_bytes is not None), default=None)
+        timeline, peaks = planned.plan.timeline, code_peaks(halves)
+        for is_backward, half in halves.items():
+            peaks[is_backward] += timeline.beside_bytes
+            if planned.priced.captured.runs_on == "cuda" and half.allocations is not None:
+                run = {one: code.allocations for one, code in halves.items() if code.allocations and one <= is_backward}
+                peaks[is_backward] += code_unsplit_bytes(run, beside_sizes(timeline))
+        return Trial(
+            headroom_bytes=self.next.headroom_bytes,
+            purpose=self.next.purpose,
+            code_peaks=peaks,
+            pool_bytes=pool,
+            limits=planned.limits,
+            slacks=planned.slacks,
+            is_complete=is_complete,
+            budget_bytes=planned.budget.bytes or 0,
+            simulated_bytes=planned.plan.peak_bytes + planned.budget.code_headroom_bytes,
+            minimum_bytes=planned.planning.smallest.peak_bytes,
+            code_headroom_bytes=planned.budget.code_headroom_bytes,
+            is_last_plan=planned.is_last_plan,
+        )
+
+    def _completed(self, planned: PlannedGraph, is_estimate: bool) -> Report:
+        """Returns the report with the peak of the accepted code."""
+        report, record, last = planned.report, self.problem.record, self.made[-1]
+        plan, peak, pool, budget = report.plan, last.code_peak_bytes, last.pool_bytes, planned.budget.bytes
+        if peak is None and record is not None and record.report is not None:
+            peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
+        if peak is not None and self.problem.request.limits.takes_whole_reference:  # its code may exceed its simulation
+            plan = replace(plan, budget_bytes=max(peak, budget or 0))
+        by_clock = self.problem.searches.ended_by_clock  # also of a search behind code generation
+        searches = budget is not None and planned.plan_file is None
+        return replace(
+            report,
+            plan=replace(plan, interrupted=True) if by_clock else plan,
+            ended_by_clock=by_clock or report.ended_by_clock,
+            compiled_peak_bytes=peak,
+            replans=len(self.made) - 1,
+            room_left_because=unused_reason(self.made, not planned.is_binding) if searches else "",
+            graph_pool_bytes=pool,
+            notes=(*report.notes, ESTIMATED) if is_estimate else report.notes,
+        )

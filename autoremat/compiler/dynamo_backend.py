@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoremat.basics.checks import options_of, underscored
 from autoremat.basics.errors import (
     BudgetInfeasible,
     FallbackWarning,
     OptionsError,
+    OptionWarning,
     fallback_message,
     find_cause,
     is_user_error,
@@ -26,27 +29,29 @@ from autoremat.capture import source_info
 from autoremat.capture.capture import may_train
 from autoremat.capture.communication import may_communicate
 from autoremat.compiler import records
-from autoremat.compiler.absent_backward import warn_without_backward
 from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, warn_of_rnn, what_dynamo_said
-from autoremat.compiler.compile_loop import compile_graph, compile_uncompiled
-from autoremat.compiler.dynamic_shapes import Sizes, sizes_to_plan_for
+from autoremat.compiler.compile_loop import compile_graph
+from autoremat.compiler.dynamic_shapes import sizes_to_plan_for
 from autoremat.compiler.early_gradients import checked, compiled_in_parts
 from autoremat.compiler.interception import active_interceptor
-from autoremat.compiler.lowering import Compiled, GraphSource
+from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.peers import joined
+from autoremat.compiler.problem import Problem
 from autoremat.compiler.publishing import EVALUATION, published
 from autoremat.compiler.split_budget import request_in_split
 from autoremat.options.options import Options, note_compiled
 from autoremat.report.registry import explain_absence_by, note_graph
-from autoremat.request.budgets import requests_of
+from autoremat.request.budgets import is_profile, requests_of
 from autoremat.request.grants import note_grant
-from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings, current_block
-from autoremat.torch_private import compilers, joint_graphs
+from autoremat.torch_private import compilers, dynamo, frames, joint_graphs, split_graphs
 from autoremat.torch_private.dynamo import asks_to_restart, copied_with_sources, until_reset
 from autoremat.torch_private.symbolic_sizes import planned_for
 
 log = logging.getLogger("autoremat")
+
+_trained: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters of graphs with a backward. Further graphs that read one, and have no backward, serve for evaluation."""
 
 
 def backend(
@@ -88,100 +93,113 @@ explain_absence_by(what_dynamo_said)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_explicit: bool) -> Compiled:
-    """Returns a callable that computes the graph, as a whole or in parts. An active interceptor makes it instead."""
+    """Returns a callable that computes the graph: in parts with a backward each, or for each block by the code for its request.
+
+    An active interceptor makes it instead.
+    """
     source_info.take_names(gm)
-    patches = compilers.asked_config(options)
     interceptor = active_interceptor()
     if interceptor is None:
-        warn_without_backward(gm, inputs, options, is_explicit)
+        _warn_without_backward(gm, inputs, options, is_explicit)
         warn_of_rnn(gm, options.memory_budget)
+    patches = compilers.asked_config(options)
     if not may_train(gm, inputs):
         if options.compiler == "aot_eager":
             return compilers.compile_uncompiled(gm, inputs, joint_graphs.partition_as_torch_does)
-        return compilers.compile_with_inductor(gm, inputs, patches, {})
+        return compilers.compile_with_inductor(gm, inputs, patches)
     if interceptor is not None:
         return interceptor.compile(gm, inputs, patches)
     around = Surroundings.of(gm, inputs)
     if options.compiler == "inductor" and around.device.type == "cpu":
         compilers.require_cpp_compiler(patches)  # an error before anything is measured and planned
+    whole = replace(options, early_gradients=False, hooks_free_gradients=False)
     try:
-        compiled = _compile_in_parts_or_whole(gm, inputs, options, around, patches, is_explicit)
+        compiled = compiled_in_parts(
+            gm, inputs, options, around, patches, lambda part, given: _compile(part, given, whole, is_explicit)
+        )
+        if compiled is None:
+            codes: dict[int, Compiled] = {}
+            requests = requests_of(options, around)
+            different = {id(request): request for request in requests.values()}
+            for number, request in different.items():
+                module = copied_with_sources(gm) if len(different) > 1 else gm  # the compiler takes ownership
+                codes[number] = _compile_request(Problem(request, module, inputs, patches), around)
+            code_of = {block: codes[id(request)] for block, request in requests.items()}
+            first = next(iter(code_of.values()))
+            compiled = first if len(codes) == 1 else lambda *args: code_of.get(current_block(), first)(*args)
     except Exception as error:
         if find_cause(error, BudgetInfeasible) is None or options.on_infeasible or not around.evaluates:
             raise
-        settled = replace(options, on_infeasible="best_effort")
-        compiled = _compile_in_parts_or_whole(gm, inputs, settled, around, patches, is_explicit)
+        return _compile(gm, inputs, replace(options, on_infeasible="best_effort"), is_explicit)
     return checked(compiled, inputs, options)
 
 
-def _compile_in_parts_or_whole(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    around: Surroundings,
-    patches: Mapping[str, Any],
-    is_explicit: bool,
-) -> Compiled:
-    """Returns a callable that computes the graph, in parts with a backward each if hooks on gradients ask for them."""
-    whole = replace(options, early_gradients=False, hooks_free_gradients=False)
-    compiled = compiled_in_parts(
-        gm, inputs, options, around, patches, lambda part, given: _compile(part, given, whole, is_explicit)
-    )
-    if compiled is None:
-        compiled = _compile_whole(GraphSource(gm, inputs, patches), options, around)
-    return compiled
-
-
-def _compile_whole(source: GraphSource, options: Options, around: Surroundings) -> Compiled:
-    """Returns a callable that computes the graph: for each block that calls it, by the code for its request."""
-    requests = requests_of(options, around)
-    different = {id(request): request for request in requests.values()}
-    codes: dict[int, Compiled] = {}
-    for number, request in different.items():
-        module = copied_with_sources(source.module) if len(different) > 1 else source.module  # the compiler takes ownership
-        codes[number] = _compile_request(replace(source, module=module), request, around)
-    code_of = {block: codes[id(request)] for block, request in requests.items()}
-    first = next(iter(code_of.values()))
-    return first if len(codes) == 1 else lambda *args: code_of.get(current_block(), first)(*args)
-
-
-def _compile_request(source: GraphSource, request: Request, around: Surroundings) -> Compiled:
-    """Returns the graph compiled for the largest sizes whose plan fits, which Dynamo then guards."""
-    request = request_in_split(source, request, around)
-    *larger, present = sizes_to_plan_for(source.inputs, request.limits)
-    for sizes in larger:
+def _compile_request(problem: Problem, around: Surroundings) -> Compiled:
+    """Returns the graph compiled with a plan that holds up to the largest sizes for which one fits. Dynamo then guards them."""
+    gm, request = problem.module, request_in_split(problem, around)
+    assert gm is not None
+    begin = source_info.begin_of(gm.graph)
+    *larger, present = sizes_to_plan_for(problem.inputs, request.limits)
+    for sizes in (*larger, present):
+        must_fit = sizes is not present
+        asked = replace(request, on_infeasible="raise") if must_fit else request
         try:
-            return _compile_for(sizes, source, request, around, must_fit=True)
+            with planned_for(sizes), joined(problem, begin, may_communicate(gm)) as peers:
+                found = compile_graph(replace(problem, request=asked), peers)
+            for size, limit in sizes.items():
+                size.guard_at_most(limit)
+            if found.record is not None:
+                records.save(found.key, found.record)
+            if found.report is not None:
+                note_grant(request, around, found.report.budget_bytes)
+            evaluates = not request.must_fit and request.limits.peak_bytes is not None and around.evaluates
+            return published(found.function, found.report, request, note_on(gm), EVALUATION if evaluates else "")
         except Exception as error:
-            if find_cause(error, BudgetInfeasible) is None:
+            if must_fit and find_cause(error, BudgetInfeasible) is not None:
+                continue
+            if is_user_error(error) or asks_to_restart(error) or compilers.lacks_cpp_compiler(error) or not request.fuses:
                 raise
-    return _compile_for(present, source, request, around)
+            if not request.falls_back:
+                raise planning_error(error, source_info.place_of(gm.graph)) from error
+            log.info("compiling a plan failed", exc_info=error)
+            # An error of the graph itself recurs here.
+            compiled = compilers.compile_with_inductor(gm, problem.inputs, dict(problem.patches))
+            warn_user(fallback_message(error, source_info.place_of(gm.graph)), FallbackWarning)
+            return compiled
+    raise AssertionError("the present sizes are the last ones")
 
 
-def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Surroundings, must_fit: bool = False) -> Compiled:
-    """Returns the graph compiled with a plan that holds up to ``sizes``, or by plain Inductor if planning falls back."""
-    gm = source.module
-    asked = replace(request, on_infeasible="raise") if must_fit else request
-    compile_with = compile_graph if request.fuses else compile_uncompiled
-    try:
-        begin = source_info.begin_of(gm.graph)
-        with planned_for(sizes), joined(asked, begin, may_communicate(gm)) as peers:
-            found = compile_with(source, asked, peers)
-        for size, limit in sizes.items():
-            size.guard_at_most(limit)
-        if found.record is not None:
-            records.save(found.key, found.record)
-        if found.report is not None:
-            note_grant(request, around, found.report.budget_bytes)
-        evaluates = not request.must_fit and request.limits.peak_bytes is not None and around.evaluates
-        return published(found.function, found.report, request, note_on(gm), EVALUATION if evaluates else "")
-    except Exception as error:  # an error of the graph itself recurs in plain Inductor below
-        if is_user_error(error) or asks_to_restart(error) or compilers.lacks_cpp_compiler(error) or not request.fuses:
-            raise
-        place = source_info.place_of(gm.graph)
-        if not request.falls_back:
-            raise planning_error(error, place) from error
-        log.info("compiling a plan failed", exc_info=error)
-        compiled = compilers.compile_with_inductor(gm, source.inputs, dict(source.patches), {})
-        warn_user(fallback_message(error, place), FallbackWarning)
-        return compiled
+# -- graphs without a backward ---------------------------------------------------------------------------------------------
+
+
+def _warn_without_backward(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_explicit: bool) -> None:
+    """Warns with ``OptionWarning`` if the budget has no effect on a graph that Dynamo captured.
+
+    ``is_explicit`` is True if ``torch.compile`` got the budget itself, and no default of the process.
+    """
+    read = [tensor for tensor in inputs if isinstance(tensor, torch.nn.Parameter)]
+    if dynamo.requires_gradient(gm):
+        _trained.update(dict.fromkeys(read, True))
+        return
+    if options.memory_budget is None or is_profile(options):
+        return
+    reason = _why_absent(gm, is_explicit and not any(tensor in _trained for tensor in read))
+    if reason:
+        place = source_info.begin_of(gm.graph)
+        warn_user(f"memory_budget has no effect on {place}: {reason}", OptionWarning)
+
+
+def _why_absent(gm: fx.GraphModule, is_meant_to_train: bool) -> str:
+    """Returns the reason why the graph has no backward; empty for evaluation, and for a part of a function."""
+    if dynamo.computes_gradients(gm):
+        return (
+            "it computes gradients itself, by torch.func.grad, vjp or torch.autograd.grad, so torch hands over forward and "
+            "backward as one graph, which keeps what it needs. Return a loss, of gradients or not, and call backward() on it"
+        )
+    is_broken = bool(frames.reasons.behind()) or dynamo.graph_break_around(gm) is not None or split_graphs.is_split()
+    if not torch.is_grad_enabled() or is_broken or not is_meant_to_train:
+        return ""
+    return (
+        "it has no backward, because no parameter or input requires a gradient, or nothing is returned that depends on one. "
+        "Let one require a gradient, or evaluate under torch.no_grad()"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
@@ -18,9 +18,10 @@ WORTH = 0.05
 _given = set[str]()
 
 
-def hints_of(plan: Plan, planning: PlanningResult, priced: PricedGraph, context: PlanningContext) -> tuple[str, ...]:
+def hints_of(plan: Plan, planning: PlanningResult, priced: PricedGraph) -> tuple[str, ...]:
     """Returns the hints for a plan, each with the figures of this step."""
-    options, limits = context.request.options, context.request.limits
+    request = priced.problem.request
+    options, limits = request.options, request.limits
     hints = []
     if not any((limits.bounds_memory, options.max_slowdown is not None, options.plan, options.policy, options.recompute)):
         least = "" if planning.least_is_searched else "at most "
@@ -35,8 +36,8 @@ def hints_of(plan: Plan, planning: PlanningResult, priced: PricedGraph, context:
             f"the model checkpoints parts of itself: they run again whatever the budget, {len(forced)} ops for "
             f"{format_seconds(seconds)}{unused}. Leave that off (HF: gradient_checkpointing=False), and the planner chooses"
         )
-    if context.request.returned_bytes > WORTH * plan.peak_bytes:
-        hints.append(context.request.returned)
+    if request.returned_bytes > WORTH * plan.peak_bytes:
+        hints.append(request.returned)
     return tuple(hints)
 
 

@@ -2,92 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
+from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
+from autoremat.basics.units import format_bytes
+from autoremat.basics.warn import warn_user
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.communication import fingerprint, replicated_nodes
-from autoremat.capture.forms import groups_of_shards, without_shards
-from autoremat.capture.pricing import Prices
-from autoremat.compiler.forms import with_allowed_forms
-from autoremat.compiler.torch_partition import torchs_plan
+from autoremat.capture.forms import groups_of_shards, with_forms, without_shards
+from autoremat.capture.pricing import ROOFLINE, Prices
+from autoremat.compiler.problem import Problem
+from autoremat.measure.links import host_link_of
 from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
+from autoremat.passes.forms import FORMS
 from autoremat.planner.constraints.constraints import without_saved_copies
-from autoremat.planner.cost.links import HostLink, Interconnect, Links
-from autoremat.planner.cost.rates import Rates
-from autoremat.planner.graph.forms import SHARDS
+from autoremat.planner.cost.links import Links, assumed_host_link
+from autoremat.planner.graph.forms import BITS, HOST, SHARDS
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.planner.plans.plan import Plan
-from autoremat.planner.plans.plan_file import PlanFile
-from autoremat.request.limits import Limits
+from autoremat.planner.settings import SETTINGS
 from autoremat.request.request import Request
-from autoremat.torch_private import higher_order, joint_graphs, process_groups
-
-
-@dataclass(frozen=True)
-class ToldPlan:
-    """A plan that is applied instead of a search, because another rank or an earlier process has made it."""
-
-    file: PlanFile
-    chunks: int
-    """Number of chunks of the loss."""
-    ended_by_clock: bool = False
-    """True if the clock ended the search for it."""
-    tiles: int = 1
-    """Number of tiles of the stretches that compute row by row."""
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The peak that a graph needs without this package, with its code headroom."""
-
-    bytes: int
-    source: str
-    saved_bytes: int = 0
-    """Bytes that the step with this peak saves for the backward."""
-
-
-@dataclass(frozen=True)
-class PlanningContext:
-    """Everything beside the joint graph that decides its plan."""
-
-    request: Request = field(default_factory=Request)
-    extra_headroom_bytes: int = 0
-    """Bytes by which the plan stays below the budget, because the code of an earlier plan needed more memory than simulated.
-    A negative number loosens the plan."""
-    cuda_name: str | None = None
-    """Name of the CUDA device that is planned for by its data sheet. Another device may stand in for it in the graph."""
-    lowers: bool = True
-    """True if Inductor's code decides in the end. False if the simulation alone decides."""
-    may_repeat_collectives: bool = False
-    """True if ranks that share the graph follow one plan, so that they can repeat an all-gather together."""
-    interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
-    """Measured rates of process groups, by name. The rates of other groups are assumed."""
-    rates: Rates | None = None
-    """The rates of the rank whose rates hold for all; None for those of the device here."""
-    host_link: HostLink | None = None
-    """The rates between device and host that hold for all ranks; None for those of the device here."""
-    told: ToldPlan | None = None
-    """The plan of another rank or of an earlier process; None for a search."""
-    sharded_inputs: frozenset[int] = frozenset()
-    """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
-    reference: Reference | None = None
-    """The reference peak by the code that Inductor generates alone; None if it is not known, or no budget is a share of it."""
-
-    @property
-    def decided_by_code(self) -> bool:
-        """True if the peak of generated code decides on a plan."""
-        return self.request.fuses and self.lowers
+from autoremat.torch_private import compilers, higher_order, joint_graphs, process_groups
+from autoremat.torch_private.autograd import retraces_backwards
 
 
 @dataclass(frozen=True)
@@ -97,6 +43,8 @@ class JointGraph:
     module: fx.GraphModule
     inputs: Sequence[object]
     keywords: Mapping[str, Any]
+    chunks: int = 1
+    """Number of chunks of the loss."""
     tiles: int = 1
     """Number of tiles of the stretches that compute row by row."""
     stretches: int = 0
@@ -124,8 +72,9 @@ class JointGraph:
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A prepared joint graph with its capture, in which every op has its seconds."""
+    """A prepared joint graph of a problem with its capture, in which every op has its seconds."""
 
+    problem: Problem
     joint: JointGraph
     captured: Capture
     kept_inputs: frozenset[int]
@@ -167,55 +116,88 @@ class PricedGraph:
         captured = without_shards(replace(self.captured, graph=replace(self.graph, ops=ops)))
         return replace(self, captured=captured, unused_forms=unused)
 
-    def torchs_plan(self) -> Plan | None:
-        """Returns torch's own partition without a budget as a plan; None if it is unknown."""
-        return torchs_plan(self.captured, self.joint.inputs, self.joint.keywords)
+    def name_planning(self) -> None:
+        """Names the planning of the graph as the present stage."""
+        now(f"planning {len(self.graph.ops):,} ops, at most {self.problem.request.options.time_limit:g} s")
 
-    def name_planning(self, time_limit: float) -> None:
-        """Names the planning of the graph as the present stage. ``time_limit`` is in seconds."""
-        now(f"planning {len(self.graph.ops):,} ops, at most {time_limit:g} s")
-
-    def step_share(self, limits: Limits) -> Share | None:
-        """Returns the graph's share of a step's budget; None for a budget of its own, and for a nested region."""
-        return None if self.joint.is_region else limits.step_share
+    @property
+    def share(self) -> Share | None:
+        """The graph's share of a step's budget; None for a budget of its own, and for a nested region."""
+        return None if self.joint.is_region else self.problem.request.limits.step_share
 
 
-def price_graph(joint: JointGraph, context: PlanningContext) -> PricedGraph | None:
+class Partitioner(joint_graphs.CustomPartitionerFn):
+    """Hands the joint graphs of one compilation to ``partition``.
+
+    ``identity`` stands for everything that the result depends on and that torch does not hash itself. None disables torch's
+    caches.
+    """
+
+    def __init__(
+        self, partition: Callable[[JointGraph], joint_graphs.PartitionedModules], identity: tuple[object, ...] | None = None
+    ) -> None:
+        self.partition: Callable[[JointGraph], joint_graphs.PartitionedModules] | None = partition
+        self.identity = identity
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> joint_graphs.PartitionedModules:
+        assert self.partition is not None, "called after release"
+        return self.partition(JointGraph(gm, joint_inputs, keywords))
+
+    def release(self) -> None:
+        """Drops ``partition``, and with it the plans: Inductor's compiled code keeps a reference to the partitioner."""
+        self.partition = None
+
+    # Torch copies, prints and hashes the configuration that contains this object. Only its identity matters there.
+
+    def uuid(self) -> Any:
+        """Returns the identity."""
+        return self.identity
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"identity": self.identity, "partition": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Partitioner{self.identity}"
+
+
+def price_graph(joint: JointGraph, problem: Problem) -> PricedGraph | None:
     """Returns a joint graph prepared for the compiler, captured and with the seconds of its ops; None without a backward."""
-    return capture_and_price(prepare(joint, context), context)
+    return capture_and_price(prepare(joint, problem), problem)
 
 
-def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
+def prepare(joint: JointGraph, problem: Problem) -> JointGraph:
     """Returns the joint graph without dead code and common subexpressions, rewritten in place for the compiler."""
     now("reading the joint graph")
     joint_graphs.warn_of_torchs_budgets(joint.module)
-    may_repeat = communication.is_gathering if context.may_repeat_collectives else None
+    may_repeat = communication.is_gathering if problem.may_repeat_collectives else None
     higher_order.describe_results(joint.module.graph)
     module = joint_graphs.prepare_joint(joint.module, joint.num_forward_outputs, may_repeat)
-    before_capture(module, runs_on_type(module, context.cuda_name) if context.request.fuses else None)
+    before_capture(module, runs_on_type(module, problem.cuda_name) if problem.request.fuses else None)
     return replace(joint, module=module)
 
 
-def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGraph | None:
+def capture_and_price(joint: JointGraph, problem: Problem) -> PricedGraph | None:
     """Returns the capture of a prepared joint graph, with the seconds of the cost model; None if it has no backward."""
     now("capturing")
-    request = context.request
-    links = Links(request.options.interconnect_bandwidth, request.options.interconnect_latency, context.interconnects)
+    request = problem.request
+    links = Links(request.options.interconnect_bandwidth, request.options.interconnect_latency, problem.interconnects)
     captured = capture(
-        joint.module, joint.num_forward_outputs, request.fuses, context.cuda_name, context.may_repeat_collectives,
-        Prices(request.options.cost_model, links, context.rates),
+        joint.module, joint.num_forward_outputs, request.fuses, problem.cuda_name, problem.may_repeat_collectives,
+        Prices(request.options.cost_model, links, problem.rates),
     )  # fmt: skip
     if captured.graph.single_phase:
         return None
     accumulated = _parameter_gradient_bytes(joint, captured)
     if request.limits.step_share is None and request.calls != OpenCalls():  # a profile counts open calls and gradients itself
         captured = replace(captured, graph=request.calls.of(captured.graph, accumulated))
-    captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
+    captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, problem)))
     unused: tuple[str, ...] = ()
     if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results
-        gathers = links if context.may_repeat_collectives else None
-        captured, unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link, gathers)
-    return PricedGraph(joint, captured, _kept_inputs(joint, captured), accumulated, unused)
+        captured, unused = with_allowed_forms(captured, problem, links)
+    return PricedGraph(problem, joint, captured, _kept_inputs(joint, captured), accumulated, unused)
 
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
@@ -226,12 +208,12 @@ def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
     return sum(captured.graph.values[value].bytes for value in values.intersection(captured.graph.backward_outputs))
 
 
-def _sharded(joint: JointGraph, captured: Capture, context: PlanningContext) -> frozenset[int]:
+def _sharded(joint: JointGraph, captured: Capture, problem: Problem) -> frozenset[int]:
     """Returns the numbers of the values that are sharded inputs. A nested region has none: its inputs are not Dynamo's."""
-    if not context.sharded_inputs or joint.is_region:
+    if not problem.sharded_inputs or joint.is_region:
         return frozenset()
     inputs = joint_graphs.ends_of(joint.module, joint.num_forward_outputs).inputs
-    found = (captured.aliases.get(node) for position, node in inputs.items() if position in context.sharded_inputs)
+    found = (captured.aliases.get(node) for position, node in inputs.items() if position in problem.sharded_inputs)
     return frozenset(value for value in found if isinstance(value, int))
 
 
@@ -244,3 +226,64 @@ def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:
         for number, (value, node) in enumerate(values)
         if value.role is Role.INPUT and node is not None and node.op == "placeholder" and node not in static
     )
+
+
+# -- forms of saved tensors ------------------------------------------------------------------------------------------------
+
+
+def with_allowed_forms(captured: Capture, problem: Problem, gathers: Links) -> tuple[Capture, tuple[str, ...]]:
+    """Returns ``captured`` with the forms of its values. For each form asked for that none has, returns option and reason.
+
+    ``gathers`` are the links between the ranks.
+    """
+    request, card, link = problem.request, problem.cuda_name, problem.host_link
+    possible = request.forms & FORMS.keys()
+    if not possible:
+        return captured, ()
+    now("listing the forms of saved tensors")
+    if setting := refused_setting(captured):
+        does = {HOST: "copy to the host", BITS: "pack", SHARDS: "gather saved tensors"}
+        return captured, _unused(captured, request, {name: f"the code cannot {does[name]} under {setting}" for name in does})
+    why = dict[str, str]()
+    if HOST in possible:
+        device = joint_graphs.device_of(captured.joint)
+        link = link or (assumed_host_link(card) if card else host_link_of(device, request.options.cost_model != ROOFLINE))
+        if link is None:
+            why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
+    if SHARDS in possible and not problem.may_repeat_collectives:
+        why[SHARDS] = "its ranks plan apart, and only those that follow one plan can gather together"
+    replicated = replicated_nodes(captured.joint.graph) if SHARDS in possible else {}
+    captured = with_forms(captured, possible, link, replicated, gathers if problem.may_repeat_collectives else None)
+    return captured, _unused(captured, request, why)
+
+
+def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[str, ...]:
+    """Returns the options whose forms no value of the graph has, each with the reason ``why``, or with the usual one."""
+    least, found = format_bytes(SETTINGS.forms.minimum_bytes), {form.name for v in captured.graph.values for form in v.forms}
+    store = request.options.store or ()
+    options = {HOST: "host_memory"} | {name: f"store={name!r}" for name in (BITS, SHARDS) if name in store}
+    usual = {
+        HOST: f"no result of the forward that could be kept there has at least {least}",
+        BITS: f"no result of the forward that could be packed is a mask of at least {least}",
+        SHARDS: f"no result of the forward of at least {least} is known to be equal on all ranks of a group and divides among "
+        "them: results of an all-reduce are, and what follows from these alone, element by element",
+    }
+    unused = [name for name in options if name in request.forms and name not in found]
+    return tuple(f"{options[name]} has no effect on a graph: {why.get(name, usual[name])}" for name in unused)
+
+
+def refused_setting(captured: Capture) -> str:
+    """Returns the present setting of Inductor under which code of the graph cannot carry out stays; empty if it can."""
+    if retraces_backwards():
+        return "compiled autograd (torch._dynamo.config.compiled_autograd)"
+    if not captured.graph.machine.fuses:
+        return ""
+    if captured.runs_on == "cuda" and compilers.records_cuda_graphs():
+        return 'CUDA graphs (mode="reduce-overhead", triton.cudagraphs)'
+    return "a wrapper in C++ (cpp_wrapper)" if compilers.writes_wrapper_in_cpp() else ""
+
+
+def warn_of_unused_forms(unused: Sequence[str]) -> None:
+    """Warns with ``OptionWarning`` of each option in ``unused``, which states the reason why it has no effect."""
+    for text in unused:
+        warn_user(text, OptionWarning)

@@ -3,73 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
 from autoremat.basics.errors import find_cause
 from autoremat.compiler.attempts import Verdict
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.problem import Problem
 from autoremat.host_memory import ops
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet
-from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.torch_private import compilers, dynamo, inductor_lowering, layouts, named_card
+from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 Compiled = Callable[..., Any]
-
-EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
-"""Inductor settings that compile the backward together with the forward instead of at its first call. The peak of both halves
-is then known while the plan can still change."""
+Halves = Mapping[bool, LoweredPeak]
+"""The generated code of the forward (False) and of the backward (True)."""
 
 
-@dataclass(frozen=True)
-class GraphSource:
-    """A graph that Dynamo captured, with its inputs and the Inductor options that the user set."""
-
-    module: fx.GraphModule
-    inputs: Sequence[Any]
-    patches: Mapping[str, Any]
-    cuda_name: str | None = None
-    """Name of the CUDA device that is planned for by its data sheet; None to plan for the device of the graph."""
-
-    may_repeat_collectives: bool = False
-    """True if all ranks are taken to follow one plan, because none of them runs this one."""
-
-    @property
-    def is_represented(self) -> bool:
-        """True if the device is not here, and tensors of the CPU stand for its tensors."""
-        return self.cuda_name is not None and not torch.cuda.is_available()
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """The generated code of one attempt."""
-
-    code_peaks: Mapping[bool, int]
-    """Peaks in bytes of the forward (False) and the backward (True), for the halves with generated code."""
-    is_estimate: bool = False
-    """True if a peak is an estimate, because the code could not be replayed."""
-    pool_bytes: int | None = None
-    """Bytes that the pool of CUDA graphs keeps after both halves were recorded. None without CUDA graphs."""
-    allocations: Mapping[bool, HalfAllocations] = field(default_factory=dict)
-    """The allocations of the halves whose code could be replayed."""
-
-    @classmethod
-    def of(cls, halves: Mapping[bool, inductor_lowering.LoweredPeak]) -> Lowered:
-        """Returns the peaks of ``halves``, named by ``is_backward``.
-
-        Both halves are recorded into one pool, which keeps the most bytes that either of them needs.
-        """
-        pools = [half.pool_bytes for half in halves.values() if half.pool_bytes is not None]
-        pool = max(pools, default=None)
-        peaks = {name: half.peak_bytes - (half.pool_bytes or 0) + (pool or 0) for name, half in halves.items()}
-        allocations = {name: half.allocations for name, half in halves.items() if half.allocations is not None}
-        return cls(peaks, any(half.is_estimate for half in halves.values()), pool, allocations)
+def code_peaks(halves: Halves) -> dict[bool, int]:
+    """Returns the peaks of ``halves``. CUDA graphs record both into one pool, which keeps the most bytes of either of them."""
+    pool = max((half.pool_bytes or 0 for half in halves.values()), default=0)
+    return {is_backward: half.peak_bytes + pool - (half.pool_bytes or 0) for is_backward, half in halves.items()}
 
 
 class _Rejected(Exception):
@@ -80,38 +39,35 @@ class _Rejected(Exception):
         self.verdict = verdict
 
 
-def _answers_for(source: GraphSource) -> AbstractContextManager[None]:
-    """Returns the context in which Inductor generates code for a card that is not here; an empty one for other devices."""
-    if source.cuda_name is None or not source.is_represented:
-        return contextlib.nullcontext()
-    return named_card.generating_for(datasheet(source.cuda_name) or UNKNOWN_GPU, source.cuda_name)
-
-
 def lower(
-    source: GraphSource,
-    partitioning: Partitioning[Any],
+    problem: Problem,
+    partitioning: Partitioning[PlannedGraph],
     identity: tuple[object, ...],
-    decide: Callable[[Lowered], Verdict | None],
-) -> tuple[Compiled | None, Lowered, Verdict | None]:
-    """Returns the compiled callable and the code's peaks; or None, the peaks and the verdict that rejects the code.
+    decide: Callable[[Halves], Verdict | None],
+) -> tuple[Compiled | None, Halves, Verdict | None]:
+    """Returns the compiled callable and the halves with generated code; or None, the halves and the verdict that rejects them.
 
-    Inductor compiles the source, with ``partitioning`` under the name ``identity`` in torch's caches. After the code of each
-    half, ``decide`` receives the peaks so far. None lets Inductor continue.
+    Inductor compiles the graph, with ``partitioning`` under the name ``identity`` in torch's caches. After the code of each
+    half, ``decide`` receives the halves so far. None lets Inductor continue.
     """
-    halves: dict[bool, inductor_lowering.LoweredPeak] = {}
+    halves: dict[bool, LoweredPeak] = {}
 
-    def observe(half: inductor_lowering.LoweredPeak) -> None:
+    def observe(half: LoweredPeak) -> None:
         halves[half.is_backward] = half
-        verdict = decide(Lowered.of(halves))
+        verdict = decide(halves)
         if verdict is not None:
             raise _Rejected(verdict)
 
-    module = dynamo.copied_with_sources(source.module)  # Inductor takes ownership, so another attempt needs a fresh one
+    assert problem.module is not None
+    module = dynamo.copied_with_sources(problem.module)  # Inductor takes ownership, so another attempt needs a fresh one
     partitioner = Partitioner(partitioning, identity)
-    patches = {**source.patches, "custom_partitioner_fn": partitioner}
+    patches = {**problem.patches, "custom_partitioner_fn": partitioner}
+    answers: AbstractContextManager[None] = contextlib.nullcontext()
+    if problem.cuda_name is not None and not torch.cuda.is_available():  # code for a card that is not here
+        answers = named_card.generating_for(datasheet(problem.cuda_name) or UNKNOWN_GPU, problem.cuda_name)
     try:
         with (
-            inductor_lowering.memory_first(lambda: partitioning.memory_first, lambda: partitioning.pins_forward),
+            inductor_lowering.memory_first(lambda: partitioning.facts.memory_first, lambda: partitioning.facts.pins_forward),
             inductor_lowering.draws_by_place(patches),
             inductor_lowering.draws_in_sequence(),
             inductor_lowering.sums_at_their_places(),
@@ -119,15 +75,14 @@ def lower(
             layouts.inputs_as_they_are(),
             layouts.results_as_traced(),
             layouts.attention_as_traced(),
-            inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
-            _answers_for(source),
+            inductor_lowering.observe_lowering(lambda: partitioning.facts.replay_context, observe),
+            answers,
         ):
-            compiled = compilers.compile_with_inductor(module, source.inputs, patches, EAGER_BACKWARD)
+            return compilers.compile_with_inductor(module, problem.inputs, patches, eager_backward=True), halves, None
     except Exception as error:
         rejected = find_cause(error, _Rejected)
         if rejected is None:
             raise
-        return None, Lowered.of(halves), rejected.verdict
+        return None, halves, rejected.verdict
     finally:
         partitioner.release()
-    return compiled, Lowered.of(halves), None

@@ -1,7 +1,7 @@
 """The ranks that compile a graph together, as the compile loop sees them.
 
-Every rank plans and decides by itself. Planning is a function of the graph and of what :meth:`Peers.agree` and the first call
-of :meth:`Peers.plan` make equal, so all ranks find one plan. :meth:`Peers.settled` compares the plans in the end.
+Every rank plans and decides by itself. Planning is a function of the graph and of what :meth:`Peers.agree` and
+:meth:`Peers.compare` make equal, so all ranks find one plan. :meth:`Peers.settled` compares the plans in the end.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any
 
 import torch
 
+from autoremat.basics.codec import plain
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, find_cause
 from autoremat.basics.progress import now
 from autoremat.capture import pricing
 from autoremat.compiler.exchange import Session, session_at
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, ToldPlan, capture_and_price
-from autoremat.compiler.planning import BudgetedGraph, EarlierSearches, plan_graph
-from autoremat.compiler.records import Record
+from autoremat.compiler.joint_graph import PricedGraph, capture_and_price
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.problem import Problem
 from autoremat.measure.calibration import rates_of
 from autoremat.measure.links import host_link_of, interconnects_of, least_link
 from autoremat.planner.cost.links import HostLink, Interconnect
 from autoremat.planner.cost.rates import Rates
-from autoremat.planner.plans.plan import Plan
-from autoremat.planner.plans.plan_file import PlanFile, graph_hash
-from autoremat.request.request import Request
+from autoremat.planner.plans.plan_file import graph_hash
+from autoremat.report.data import CODEC
+from autoremat.report.report import Report
 from autoremat.torch_private.processes import job
 
 APART = "its ranks compile different graphs, or compute differently what the graph of each shows as equal on all of them"
@@ -41,14 +42,8 @@ class Peers:
 
     agreement: str = ""
     """Name of the agreement under which the code is made. All ranks have the same."""
-    record: Record | None = None
-    """This rank's record of an earlier process, if all ranks have one of the same agreement. Nothing is compared then."""
     binding: int | None = None
     """The rank with the least budget; None if the budgets are equal."""
-    rates: Rates | None = None
-    """The rates of the cost model for all ranks; None for those of this rank."""
-    host_link: HostLink | None = None
-    """The rates of the slowest link to the host; None for those of this rank."""
 
     @property
     def may_repeat_collectives(self) -> bool:
@@ -60,18 +55,20 @@ class Peers:
         """The part of a name in torch's caches that keeps compilations under other agreements apart."""
         return ()
 
-    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Request:
-        """Returns the request of all ranks, of this rank's one, the rates of its device and the record that it has found."""
-        self.record = found
-        return request
+    def agree(self, problem: Problem, device: torch.device) -> Problem:
+        """Returns the problem of all ranks, of this rank's one for a device."""
+        return problem
 
-    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
-        """Returns the graph with the plan for its budget."""
-        return plan_graph(priced, context, earlier)
+    def compare(self, priced: PricedGraph) -> PricedGraph:
+        """Returns a joint graph as all ranks that have it plan it."""
+        return priced
 
-    def settled(self) -> bool:
-        """Returns True if all ranks have compiled the last plans of this one. If not, all compile again."""
-        return True
+    def note(self, priced: PricedGraph, planned: object) -> None:
+        """Notes the plan for a graph that was compared."""
+
+    def settled(self, problem: Problem) -> Problem | None:
+        """Returns the problem that all ranks compile again, for one rank's plan; None once all have compiled equal plans."""
+        return None
 
     def fail(self, error: Exception) -> None:
         """Ends the compilation on all other ranks with ``error``."""
@@ -93,13 +90,13 @@ class Members(Peers):
     """The members of a session."""
 
     session: Session
-    told: ToldPlan | None = None
-    """The plan that is applied instead of a search."""
+    is_warm: bool = False
+    """True if all members have a record of one agreement. Nothing is compared then."""
     is_told: bool = False
     """True once a member has told its plan to others."""
     graphs: dict[str, _SameGraph] = field(default_factory=dict)
     """The graphs of this compilation by their structural hash: nested regions, and last the graph around them."""
-    planned: dict[str, BudgetedGraph] = field(default_factory=dict)
+    planned: dict[str, PlannedGraph] = field(default_factory=dict)
     """The graphs of the last attempt with their plans, by the same hashes."""
 
     @property
@@ -111,7 +108,8 @@ class Members(Peers):
         # Each rank has entries of its own. Otherwise one rank could find the code that another rank has just written.
         return self.agreement, self.session.job.rank
 
-    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Request:
+    def agree(self, problem: Problem, device: torch.device) -> Problem:
+        request, found = problem.request, problem.record
         limits, model = request.limits, request.options.cost_model
         host = None if limits.host_bytes is None else 0  # bytes may differ, but all keep tensors on the host or none does
         others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None, host_bytes=host)
@@ -142,66 +140,67 @@ class Members(Peers):
             limits = replace(limits, reference_share=least, granted_bytes=granted)
         elif not is_share:
             limits = replace(limits, peak_bytes=least)
-        is_warm = first["record"] != "" and all(one["record"] == first["record"] for one in terms.values())
-        self.agreement = first["record" if is_warm else "name"]
-        self.record = found if is_warm else None
-        known = None if self.record is None else self.record.report
-        if known is not None:
-            self.told = _told("of an earlier process", known.plan.dumps(), known.loss_chunks, known.tiles, known.ended_by_clock)
-        self.rates = None if first["rates"] is None else Rates.from_json(first["rates"])
-        self.host_link = None if None in links else least_link([HostLink(*one) for one in links])
-        return replace(request, limits=limits)
+        self.is_warm = first["record"] != "" and all(one["record"] == first["record"] for one in terms.values())
+        self.agreement = first["record" if self.is_warm else "name"]
+        record = found if self.is_warm else None
+        return replace(
+            problem,
+            request=replace(request, limits=limits),
+            rates=None if first["rates"] is None else Rates.from_json(first["rates"]),
+            host_link=None if None in links else least_link([HostLink(*one) for one in links]),
+            record=record,
+            told=None if record is None else record.report,
+            told_by="the report of an earlier process",
+        )
 
-    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
+    def compare(self, priced: PricedGraph) -> PricedGraph:
         key = graph_hash(priced.graph)
         if key not in self.graphs:
-            self.graphs[key] = self._compared(key, priced, context)
+            self.graphs[key] = self._compared(key, priced)
         same = self.graphs[key]
+        problem = replace(priced.problem, ranks=same.ranks if len(same.ranks) > 1 else ())
         if priced.gathering_ranks and not same.may_gather_again:
-            priced = priced.with_gathers_once(APART)
-            context = replace(context, may_repeat_collectives=False)  # for a graph with a chunked loss
+            # Also for the graph with a chunked loss
+            priced, problem = priced.with_gathers_once(APART), replace(problem, may_repeat_collectives=False)
         if same.interconnects:
-            context = replace(context, interconnects=same.interconnects)
-            priced = capture_and_price(priced.joint, context) or priced
-        planned = plan_graph(priced, replace(context, told=self.told), earlier)
-        if len(same.ranks) > 1:
-            planned = replace(planned, report=replace(planned.report, ranks=same.ranks))
-        self.planned[key] = planned
-        return planned
+            problem = replace(problem, interconnects=same.interconnects)
+            priced = capture_and_price(priced.joint, problem) or priced
+        return replace(priced, problem=problem)
 
-    def _compared(self, key: str, priced: PricedGraph, context: PlanningContext) -> _SameGraph:
+    def note(self, priced: PricedGraph, planned: object) -> None:
+        assert isinstance(planned, PlannedGraph)
+        self.planned[graph_hash(priced.graph)] = planned
+
+    def _compared(self, key: str, priced: PricedGraph) -> _SameGraph:
         """Returns the members whose graph has the hash ``key``, with the interconnects that all of them use."""
-        if self.record is not None:  # a rank whose caches answer does not come here
-            return _SameGraph(() if self.record.report is None else self.record.report.ranks, True)
+        problem = priced.problem
+        if problem.record is not None:  # a rank whose caches answer does not come here
+            return _SameGraph(() if problem.record.report is None else problem.record.report.ranks, True)
         own = {"graph": key, "gathers": sorted(priced.gathering_ranks), "replication": priced.replication}
         same = _same_graph(self.session.exchange("graph", own), key)
-        options = context.request.options
+        options = problem.request.options
         if same.may_gather_again and options.cost_model != pricing.ROOFLINE and options.interconnect_bandwidth is None:
             now("measuring the interconnect")
             same = replace(same, interconnects=interconnects_of(priced.gathering_groups))
         return same
 
-    def settled(self) -> bool:
+    def settled(self, problem: Problem) -> Problem | None:
         if self.session.failed:
-            return True
-        planned = {} if self.record is not None else self.planned
+            return None
+        planned = {} if self.is_warm else self.planned
         plans = (f"{graph_hash(one.plan.graph)} {one.plan.schedule}" for one in planned.values())
-        headroom = max((one.context.extra_headroom_bytes for one in planned.values()), default=0)
+        headroom = max((one.budget.extra_headroom_bytes for one in planned.values()), default=0)
         own: dict[str, Any] = {"graphs": _hash(planned), "plans": _hash(plans), "headroom": headroom}
         tellers = self._tellers(self.session.exchange("plans", own))
         if not tellers:
-            return True
-        text = None
-        if self.session.job.rank in tellers.values():
-            last = list(planned.values())[-1]  # the graph around all regions
-            text = [last.plan.dumps(), last.report.loss_chunks, last.report.tiles, last.report.ended_by_clock]
-        texts = self.session.exchange("told plan", text)
+            return None
+        is_teller = self.session.job.rank in tellers.values()  # tells of the graph around all regions
+        texts = self.session.exchange("told plan", plain([*planned.values()][-1].report) if is_teller else None)
         self.is_told, self.agreement = True, f"{self.agreement} told"
         teller = tellers.get(own["graphs"])
         if teller is None:
-            return self.settled()  # once the others have compiled again
-        self.told = _told(f"of rank {teller}", *texts[teller])
-        return False
+            return self.settled(problem)  # once the others have compiled again
+        return replace(problem, told=CODEC.read(Report, texts[teller]), told_by=f"the report of rank {teller}")
 
     def _tellers(self, terms: Mapping[int, Any]) -> dict[str, int]:
         """Returns, for graphs that ranks have planned differently, the rank whose plan holds: its code needs the most headroom.
@@ -228,10 +227,6 @@ def _hash(texts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _told(whose: str, text: str, chunks: int, tiles: int, by_clock: bool) -> ToldPlan:
-    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks, by_clock, tiles)
-
-
 def _same_graph(terms: Mapping[int, Any], graph: str) -> _SameGraph:
     """Returns the ranks of a graph, and whether its gathers may run again.
 
@@ -245,14 +240,14 @@ def _same_graph(terms: Mapping[int, Any], graph: str) -> _SameGraph:
 
 
 @contextlib.contextmanager
-def joined(request: Request, place: str, communicates: bool) -> Iterator[Peers]:
+def joined(problem: Problem, place: str, communicates: bool) -> Iterator[Peers]:
     """Yields the peers that compile the graph at ``place`` together.
 
     A process without peers compiles alone, and so does each rank unless the graph ``communicates``: only repeated gathers, and
     Inductor's messages about collectives, need the same plan on all ranks. An error of the body ends the compilation on all
     members.
     """
-    with session_at(place, request.options.agreement if communicates else "off") as session:
+    with session_at(place, problem.request.options.agreement if communicates else "off") as session:
         peers = Peers() if session is None else Members(session)
         try:
             yield peers

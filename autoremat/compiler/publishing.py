@@ -1,25 +1,29 @@
-"""The last stage of a compilation: registers and logs the report, and warns if the budget does not hold."""
+"""The last stage of a compilation: registers and logs the report, warns if the budget does not hold, and checks transfers."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+from typing import Any
 
 from autoremat import host_memory
-from autoremat.basics.errors import BudgetWarning, best_effort_message
+from autoremat.basics.errors import BudgetWarning, TransferError, best_effort_message
 from autoremat.basics.progress import finish
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.hints import give_once
+from autoremat.compiler.joint_graph import warn_of_unused_forms
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
-from autoremat.compiler.transfer_check import checked_transfers
 from autoremat.report.registry import add_report
 from autoremat.report.report import Report
 from autoremat.request.request import AS_A_STEP, Request
-from autoremat.torch_private.autograd import retraces_backwards
+from autoremat.torch_private.autograd import backward_node, retraces_backwards
 from autoremat.torch_private.compilers import trace_artifact
+from autoremat.torch_private.fake_tensors import is_fake
+from autoremat.torch_private.pipelining import infers_metadata
+from autoremat.torch_private.untraced import around_backward
 
 log = logging.getLogger("autoremat")
 
@@ -85,7 +89,54 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
         )
     if report.host_peak_bytes:
         host_memory.release()  # the buffers of a plan that this one replaces have other sizes
-    compiled = checked_transfers(compiled, report)
+    if report.stored is not None and report.stored.moved_bytes:
+        compiled = TransferCheck(compiled, report.stored.moved_bytes)
     if not (request.limits.bounds_memory and has_own_budget):
         return compiled
     return watched(compiled, report, request.limits.reference_share is not None)
+
+
+class _Running(threading.local):
+    """The counts of this thread when the backward began that it runs."""
+
+    from_host_bytes = replaced = 0
+
+
+class TransferCheck:
+    """Compares the bytes that each half of a call moves between the device and the host with the ``planned`` ones.
+
+    A compiler pass that drops or repeats a copy would otherwise cost memory, or results, in silence. Each half runs in one
+    thread, so calls of other threads, several forwards before a backward, and a second backward of a kept graph change nothing.
+    """
+
+    def __init__(self, compiled: Compiled, planned: int) -> None:
+        self.compiled, self.planned = compiled, planned
+        self._running = _Running()
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns the outputs of the graph. Raises ``TransferError`` if the forward moves other bytes than planned."""
+        before = host_memory.moved.to_host_bytes
+        outputs = self.compiled(*args)
+        done = host_memory.moved.to_host_bytes - before
+        if done != self.planned and (infers_metadata() or any(map(is_fake, outputs))):
+            return outputs  # no part of a step: the call only shows shapes, to a pipeline or to DDP's buckets
+        self._compare("forward", "to", done)
+        node = backward_node(outputs, args)
+        if node is not None:
+            around_backward(node, self._begin_backward, self._end_backward)
+        return outputs
+
+    def _begin_backward(self, *_: Any) -> None:
+        self._running.from_host_bytes, self._running.replaced = host_memory.moved.from_host_bytes, host_memory.moved.replaced
+
+    def _end_backward(self, *_: Any) -> None:
+        if host_memory.moved.replaced == self._running.replaced:
+            self._compare("backward", "from", host_memory.moved.from_host_bytes - self._running.from_host_bytes)
+
+    def _compare(self, half: str, direction: str, done: int) -> None:
+        if done != self.planned:
+            raise TransferError(
+                f"the {half} of a compiled graph has moved {done} bytes {direction} the host, and its plan moves "
+                f"{self.planned}: a pass of the compiler has dropped or repeated copies. Compile without host_memory, and "
+                "report this"
+            )

@@ -1,20 +1,40 @@
 """The reference peak: the peak that a graph needs without this package. A float as a budget is a share of it.
 
-Under Inductor it is the peak of the code that Inductor generates alone (:mod:`autoremat.compiler.plain_code`). Where no code is
-generated, as for a card by name or for several graphs of a step, torch's own partition is simulated, with the code headroom and
-the layout copies that Inductor makes. Under ``aot_eager`` torch makes the same partition, which then runs uncompiled.
+Under Inductor it is the peak of the code that Inductor generates alone, replayed as ours is, without compiling kernels. Only
+that code tells what Inductor needs: it moves kernels, saves copies in other layouts, and merges what the simulator keeps apart.
+Where no code is generated, as for a card by name or for several graphs of a step, torch's own partition is simulated, with the
+code headroom and the layout copies that Inductor makes. Under ``aot_eager`` torch makes that partition, which runs uncompiled.
 """
 
 from __future__ import annotations
 
-from autoremat.basics.errors import BudgetWarning
+import logging
+import re
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import BudgetWarning, PlanInvalid, find_cause, is_user_error
 from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, Reference
+from autoremat.capture.capture import Capture
+from autoremat.compiler.joint_graph import JointGraph, Partitioner, PricedGraph, price_graph
+from autoremat.compiler.problem import Problem, Reference
+from autoremat.compiler.records import fingerprint
+from autoremat.compiler.replay_context import code_unsplit_bytes, replay_context
+from autoremat.planner.graph.op import Trait
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.wrapper_replay import INPUT_PREFIXES, ReplayContext
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.bound_forms import PlanSource
 from autoremat.planner.search.starts import Starts
+from autoremat.request.limits import Limits
+from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs, tensor_identity
 from autoremat.torch_private.layouts import LAYOUT_COPY
+from autoremat.torch_private.symbolic_sizes import size_hint
+
+log = logging.getLogger("autoremat")
 
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked without a budget. It takes seconds for a thousand ops."""
@@ -24,25 +44,32 @@ BASELINE = "the step without recomputation, for torch's own partition is unknown
 SMALLEST = "the smallest plan found, for the step without autoremat needs less"
 """Sources of a reference peak."""
 
+RANDOM_STATE = re.compile(r"(?:graphsafe_)?run_(?:and_save|with)_rng_state(?:_(\d+))?")
+"""Names that torch gives to recomputed random ops, attention among them. The number counts them in the joint graph's
+sequence."""
 
-def reference_of(
-    priced: PricedGraph,
-    context: PlanningContext,
-    planner: PlanSource,
-    headroom: int,
-    torchs_plans: list[Plan],
-) -> Reference | None:
+
+MOST_KNOWN = 64
+"""Number of graphs whose reference peak this process remembers, for other shares and for previews of the same graph."""
+
+_known: dict[str, Reference | None] = {}
+
+
+class _Known(Exception):
+    """Ends a compilation once the code of both halves is known, or once it is clear that there is no backward."""
+
+
+def reference_of(priced: PricedGraph, planner: PlanSource, headroom: int) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
-    A share of 1 refers at least to the smallest plan, so that it is feasible. ``headroom`` is the code's. ``torchs_plans``
-    are those of earlier attempts; a new one is added. The time limit of ``planner`` begins afterwards.
+    A share of 1 refers at least to the smallest plan, so that it is feasible. ``headroom`` is the code's. The time limit of
+    ``planner`` begins afterwards.
     """
-    limits = context.request.limits
+    limits, found = priced.problem.request.limits, priced.problem.reference
     if limits.reference_share is None or priced.joint.is_region:
         return None
-    found = context.reference
     if found is None:
-        source, plan = plan_without_us(priced, context, planner, torchs_plans)
+        source, plan = plan_without_us(priced, planner)
         found = Reference(plan.peak_bytes + headroom + layout_copies_bytes(priced, plan), source, plan.saved_bytes)
     least = planner.smallest if limits.takes_whole_reference else None
     if least is None or least.peak_bytes + headroom <= found.bytes:
@@ -50,16 +77,14 @@ def reference_of(
     return Reference(least.peak_bytes + headroom, SMALLEST, least.saved_bytes)
 
 
-def plan_without_us(
-    priced: PricedGraph, context: PlanningContext, planner: PlanSource, torchs_plans: list[Plan] | None = None
-) -> tuple[str, Plan]:
+def plan_without_us(priced: PricedGraph, planner: PlanSource) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
     The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. If the simulator cannot
     follow it, the baseline takes its place, with a ``BudgetWarning``. The time limit of ``planner`` begins afterwards.
     """
-    torchs = _torchs_plan(priced, [] if torchs_plans is None else torchs_plans)
-    priced.name_planning(context.request.options.time_limit)
+    torchs = torchs_plan(priced)
+    priced.name_planning()
     planner.restart()
     if torchs is not None:
         return TORCH, torchs
@@ -80,40 +105,196 @@ def layout_copies_bytes(priced: PricedGraph, plan: Plan) -> int:
     return sum(priced.graph.values[value].bytes for value in unsaved)
 
 
-def _torchs_plan(priced: PricedGraph, torchs_plans: list[Plan]) -> Plan | None:
-    """Returns torch's own partition as a plan; None if the simulator cannot follow it. An earlier attempt's is known."""
-    for known in torchs_plans:
-        if known.graph == priced.graph:
-            return known
-    now("asking for torch's own partition")
-    plan = priced.torchs_plan()
-    if plan is not None:
-        torchs_plans.append(plan)
-    return plan
-
-
-def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | None:
+def find_soft_budget(priced: PricedGraph) -> int | None:
     """Returns the peak of torch's partition in bytes; None with a budget of memory alone, a stored plan or a policy.
 
     Without a budget the plan should not exceed that peak, and a budget of time is a share beyond that plan's time. On graphs
     of many ops, the stand-in takes the place of torch's partition, which has no time limit.
     """
-    request = context.request
-    limits = request.limits
-    told = (limits.bounds_memory and limits.max_slowdown is None) or request.options.plan or request.options.policy
-    if told or priced.joint.is_region or not context.request.fuses:
+    request = priced.problem.request
+    limits, options = request.limits, request.options
+    told = (limits.bounds_memory and limits.max_slowdown is None) or options.plan or options.policy
+    if told or priced.joint.is_region or not request.fuses:
         return None
-    if len(priced.graph.ops) > MOST_OPS:
-        plan: Plan | None = Starts(priced.graph).least_traffic()
-    else:
-        now("asking for torch's own partition")
-        plan = priced.torchs_plan()
+    is_large = len(priced.graph.ops) > MOST_OPS
+    plan = Starts(priced.graph).least_traffic() if is_large else torchs_plan(priced)
     return None if plan is None else plan.peak_bytes + layout_copies_bytes(priced, plan)
 
 
-def budget_of(context: PlanningContext, reference: Reference | None) -> int | None:
-    """Returns the budget in bytes; None for no limit. ``reference`` is the reference peak of a share."""
-    limits = context.request.limits
-    if limits.reference_share is None:
-        return limits.peak_bytes
-    return None if reference is None else limits.bytes_for(reference.bytes)
+# -- torch's own partition as a plan ---------------------------------------------------------------------------------------
+
+
+def torchs_plan(priced: PricedGraph) -> Plan | None:
+    """Returns torch's partition without a budget as a plan, which need not be valid; None if it cannot be determined.
+
+    It may recompute what reads an input that the forward overwrites, such as a batch norm in a checkpointed region. An earlier
+    attempt's is known.
+    """
+    known_plans = priced.problem.searches.torchs_plans
+    for known in known_plans:
+        if known.graph == priced.graph:
+            return known
+    now("asking for torch's own partition")
+    captured = priced.captured
+    try:
+        halves = fake_tensors.partition_for(1.0, captured.joint, priced.joint.inputs, priced.joint.keywords)
+        plan = Plan.of(captured.graph, schedule_of_partition(captured, *halves), "torch")
+    except Exception as error:  # both are open-ended, and this is only a comparison
+        log.info("no partition of torch's to compare with", exc_info=error)
+        return None
+    known_plans.append(plan)
+    return plan
+
+
+def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:
+    """Returns a partition as a plan.
+
+    Raises ``PlanInvalid`` if the simulator cannot follow the partition. Also raises it if the partition recomputes an op that
+    reads an input that the forward overwrites. Autograd refuses such a backward.
+    """
+    plan = Plan.of(captured.graph, schedule_of_partition(captured, forward, backward), "torch")
+    repeated = (captured.graph.ops[op] for op in plan.recomputed)
+    if refused := [op.name for op in repeated if Trait.READS_MUTATED_INPUT in op.traits]:
+        raise PlanInvalid(f"{refused[0]} reads an input that the forward overwrites, and runs again: its backward would fail")
+    return plan
+
+
+def schedule_of_partition(captured: Capture, *halves: fx.GraphModule) -> Schedule:
+    """Returns the ops that forward and backward execute, in their sequence.
+
+    Nodes keep their names from the joint graph, except for recomputed random ops, which are matched by number.
+    """
+    number = {node.name: index for index, node in enumerate(captured.op_nodes)}
+    # Only calls count: a saved tensor is a placeholder of the backward with its op's name.
+    called = [[node.name for node in half.graph.nodes if node.op == "call_function"] for half in halves]
+    kept = {name for names in called for name in names}
+    repeated = [node.name for node in captured.op_nodes if node.name not in kept
+                and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]  # fmt: skip
+
+    def own(name: str) -> str:
+        match = RANDOM_STATE.fullmatch(name)
+        place = int(match[1] or 0) if match else len(repeated)
+        return repeated[place] if place < len(repeated) else name
+
+    forward, backward = (tuple(number[name] for name in map(own, names) if name in number) for names in called)
+    return Schedule(forward, backward)
+
+
+# -- the code that Inductor generates alone ----------------------------------------------------------------------------------
+
+
+def reference_by_code(problem: Problem) -> Reference | None:
+    """Returns the reference peak by the code that Inductor generates for a graph without this package.
+
+    Returns None unless the budget is a share of it and Inductor compiles the graph for a device that is here, and for a graph
+    without a backward. Warns with ``BudgetWarning`` if Inductor fails: the simulation takes the place of the code then.
+    """
+    request, report = problem.request, None if problem.record is None else problem.record.report
+    if request.limits.reference_share is None or not request.fuses or problem.cuda_name is not None:
+        return None
+    if report is not None and report.reference_bytes is not None and report.reference_source == CODE:
+        return Reference(report.reference_bytes, CODE, report.reference_saved_bytes or 0)
+    key = fingerprint(replace(problem, request=replace(request, limits=Limits())))
+    if key not in _known:
+        now("generating code without a plan, for the reference peak")
+        while len(_known) >= MOST_KNOWN:
+            del _known[next(iter(_known))]
+        _known[key] = _generated(problem)
+    return _known[key]
+
+
+def _generated(problem: Problem) -> Reference | None:
+    halves: dict[bool, inductor_lowering.LoweredPeak] = {}
+    partition = _AsTorchDoes(problem)
+
+    def observe(half: inductor_lowering.LoweredPeak) -> None:
+        halves[half.is_backward] = half
+        if len(halves) == 2:
+            raise _Known
+
+    assert problem.module is not None
+    module = dynamo.copied_with_sources(problem.module)
+    patches = {**problem.patches, "custom_partitioner_fn": Partitioner(partition)}
+    try:
+        with inductor_lowering.without_kernels(), inductor_lowering.observe_lowering(lambda: partition.replayed, observe):
+            compilers.compile_with_inductor(module, problem.inputs, patches, eager_backward=True)
+    except Exception as error:  # models and ops are open-ended, and the simulation takes the place of this figure
+        if find_cause(error, _Known) is None:
+            if is_user_error(error) or dynamo.asks_to_restart(error):
+                raise
+            log.info("no code of Inductor's own", exc_info=error)
+            warn_user(
+                "memory_budget is a share of a simulated peak, which can differ from what Inductor needs by a third: its code "
+                f"without autoremat could not be generated ({type(error).__name__}: {error}). Give the budget in bytes",
+                BudgetWarning,
+            )
+    if partition.priced is None or len(halves) < 2:
+        return None
+    return partition.reference(halves)
+
+
+@dataclass
+class _AsTorchDoes:
+    """Partitions joint graphs as torch does, and keeps the facts that the replay of the code needs."""
+
+    problem: Problem
+    priced: PricedGraph | None = None
+    replayed: ReplayContext = field(default_factory=ReplayContext)
+    saved: dict[int, int] = field(default_factory=dict)
+    """Bytes of each storage that the forward saves for the backward."""
+    returned: dict[int, int] = field(default_factory=dict)
+    """Bytes of each storage that the forward returns."""
+
+    def __call__(self, joint: JointGraph) -> joint_graphs.PartitionedModules:
+        """Returns the halves of ``joint``. Raises ``_Known`` if there is no backward."""
+        if joint.is_region:
+            return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
+        copied = replace(joint, module=fake_tensors.copied_module(joint.module))
+        self.priced = price_graph(copied, self.problem)
+        if self.priced is None:
+            raise _Known
+        forward, backward = joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
+        aliases = self._note_outputs(forward, joint.num_forward_outputs)
+        self.replayed = replace(replay_context(self.priced.captured, self.priced.kept_inputs), aliases=aliases)
+        return forward, backward
+
+    def _note_outputs(self, forward: fx.GraphModule, returned: int) -> dict[str, str]:
+        """Notes the storages that the forward saves and returns. Returns the aliases among what it saves, and of its inputs.
+
+        The first ``returned`` outputs are the function's.
+        """
+        names = {_storage_of(node)[0]: node.name for node in forward.graph.find_nodes(op="placeholder")}
+        outputs, aliases = torch.utils._pytree.arg_tree_leaves(*forward.graph.output_node().args), dict[str, str]()
+        for number, node in enumerate(outputs):
+            if not isinstance(node, fx.Node) or node.op == "placeholder":
+                continue
+            key, size = _storage_of(node)
+            if not key:
+                continue
+            if names.setdefault(key, node.name) != node.name:
+                aliases[node.name] = names[key]
+            if not names[key].startswith(INPUT_PREFIXES):
+                (self.returned if number < returned else self.saved)[key] = size
+        return aliases
+
+    def reference(self, halves: dict[bool, inductor_lowering.LoweredPeak]) -> Reference:
+        """Returns the reference peak of a step with this code for both halves, in the bytes that the budget counts."""
+        assert self.priced is not None
+        graph = self.priced.graph
+        held = [*({**self.saved, **self.returned}.values())]
+        beside = [*((graph.calls.in_flight - 1) * held), graph.calls.resident_bytes]
+        size = max(half.peak_bytes for half in halves.values()) + sum(beside)
+        allocations = {is_backward: half.allocations for is_backward, half in halves.items()}
+        known = {is_backward: one for is_backward, one in allocations.items() if one is not None}
+        if self.priced.captured.runs_on == "cuda" and len(known) == 2:
+            size += code_unsplit_bytes(known, beside)
+        return Reference(size, CODE, sum(self.saved.values()))
+
+
+def _storage_of(node: fx.Node) -> tuple[int, int]:
+    """Returns the identity and the bytes of the storage of a node's result; those of an empty one for other results."""
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, torch.Tensor):
+        return 0, 0
+    key = tensor_identity.storage_key(tensor)
+    return (0, 0) if key is None else (key, size_hint(tensor.untyped_storage().nbytes()))

@@ -1,8 +1,8 @@
-"""Collects the facts about a graph that the replay of its generated code cannot read from the code."""
+"""What generated code allocates: the facts that its replay cannot read from the code, and the bytes of whole CUDA blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,9 +11,14 @@ from autoremat.ops.collectives import GLOO_THREADS, held_bytes
 from autoremat.planner.graph.forms import SHARDS, Form
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
+from autoremat.planner.memory.allocations import HalfAllocations, joined, unsplit_bytes
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import compilers
+from autoremat.torch_private.allocator import settings_of_process
 from autoremat.workspaces.formulas import SMALL
+
+WITHOUT_RULE = ("roundup_power2_divisions", "max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb")
+"""Settings of the allocator that change blocks and that no rule here follows."""
 
 
 def code_headroom_bytes(graph: Graph) -> int:
@@ -89,3 +94,20 @@ def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayCon
         _copied_inputs(captured, kept_inputs),
         captured.runs_on,
     )
+
+
+def code_unsplit_bytes(halves: Mapping[bool, HalfAllocations], beside: Sequence[int]) -> int:
+    """Returns the bytes of blocks beside the tensors in them at the peak of generated code, of which one half may be missing.
+
+    Further allocations of the bytes ``beside`` are live. With both halves, it is the peak of the backward.
+    """
+    step = joined(halves[False], halves[True]) if len(halves) == 2 else next(iter(halves.values()))
+    is_expandable = "expandable_segments:True" in settings_of_process().replace(" ", "")
+    return unsplit_bytes(step.beside(beside), is_expandable)
+
+
+def note_on_settings(device_type: str) -> str:
+    """Returns a note on the settings of the allocator that no rule here follows; empty if there are none."""
+    text = settings_of_process() if device_type == "cuda" else ""
+    ignored = [name for name in WITHOUT_RULE if name in text]
+    return f"blocks of memory are counted without {', '.join(ignored)}" if ignored else ""

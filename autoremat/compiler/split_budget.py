@@ -19,7 +19,7 @@ from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.agreed_profile import Gathers, agreed_profile
-from autoremat.compiler.lowering import GraphSource
+from autoremat.compiler.problem import Problem
 from autoremat.compiler.step_of_parts import StepOfParts, step_of
 from autoremat.planner.graph.forms import SHARDS
 from autoremat.planner.multigraph.ledger import Share
@@ -70,22 +70,22 @@ _shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
 """The budgets of the graphs that are compiled in parts now. None if a graph could not be planned and falls back."""
 
 
-def request_in_split(source: GraphSource, request: Request, around: Surroundings) -> Request:
+def request_in_split(problem: Problem, around: Surroundings) -> Request:
     """Returns the request for a graph: with its share of the common budget if it is a part, else ``request``.
 
     Raises ``BudgetInfeasible`` if the parts do not fit together, and ``OptionsError`` for a budget of time.
     """
+    request = problem.request
     split = _split_of(request)
     if split is None:
         return request
-    request = Request.of(
-        request.options, request.limits, request.calls
-    )  # also within a broken function, they fit by themselves
+    # Also within a broken function, they fit by themselves.
+    request = Request.of(request.options, request.limits, request.calls)
     if split.number == 0:  # later parts are not known as graphs any more
         if request.calls != OpenCalls():
             warn_of_open_calls()
         if split.owner not in _shared:
-            _shared[split.owner] = planned_together(split, request, source.patches)
+            _shared[split.owner] = planned_together(split, request, problem.patches)
         first = _shared[split.owner]
         note_grant(request, around, None if first is None else first.profile.budget_bytes)
     shared = _shared.get(split.owner)

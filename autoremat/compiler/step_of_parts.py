@@ -17,9 +17,10 @@ from torch import fx
 from autoremat.capture import source_info
 from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
+from autoremat.compiler.problem import Problem
 from autoremat.planner.graph.op import Role
 from autoremat.planner.multigraph.frame import Border, Part, moments_of
 from autoremat.planner.multigraph.fronts import border_values, output_bytes
@@ -123,13 +124,13 @@ def _planned(part: PartOfGraph, request: Request, patches: Mapping[str, Any], ma
     if not may_train(part.module, part.inputs):
         return None
     source_info.take_names(part.module)
-    context = PlanningContext(request, may_repeat_collectives=may_repeat)
+    problem = Problem(request, may_repeat_collectives=may_repeat)
     found: list[SmallestGraph] = []
 
     def visit(priced: PricedGraph) -> None:
-        found.append(plan_for_minimum_peak(priced, context, request.limits.reference_share is not None))
+        found.append(plan_for_minimum_peak(priced, request.limits.reference_share is not None))
 
-    with tracing_to(visit, context) as partitioner:
+    with tracing_to(visit, problem) as partitioner:
         fake_tensors.trace_joint(part.module, part.inputs, partitioner, request.fuses, patches)
     return found[0] if found else None
 

@@ -262,7 +262,7 @@ def compiled(function: Function, tensor: torch.Tensor) -> Run:
     module = fx.symbolic_trace(Module())
     try:
         with status_if_slow("", shown=False):  # the user sees the progress of the calibration
-            call = compilers.compile_with_inductor(module, [tensor], {}, {})
+            call = compilers.compile_with_inductor(module, [tensor], {})
         call(tensor)
     except RuntimeError:  # the base class of all of Inductor's errors
         return lambda: function(tensor)

@@ -77,9 +77,9 @@ class Limits:
         """True if the budget is exactly the reference peak. Code of its plan is then accepted at any peak."""
         return self.reference_share == 1
 
-    def bytes_for(self, reference_bytes: int) -> int | None:
-        """Returns the limit on the peak in bytes under a reference peak of ``reference_bytes``; None for no limit."""
-        if self.reference_share is None:
+    def bytes_for(self, reference_bytes: int | None) -> int | None:
+        """Returns the limit on the peak in bytes, of which a share refers to ``reference_bytes``; None for no limit."""
+        if self.reference_share is None or reference_bytes is None:
             return self.peak_bytes
         return max(budget_bytes(self.reference_share, reference_bytes) or 0, self.granted_bytes)
 

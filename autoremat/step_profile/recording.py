@@ -19,10 +19,10 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.communication import may_communicate
 from autoremat.capture.source_info import graph_key
 from autoremat.compiler.interception import active_interceptor
-from autoremat.compiler.joint_graph import PlanningContext
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
+from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment
@@ -110,8 +110,8 @@ class Recording:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """Returns ``gm``, planned for the minimum peak, as a callable that records its calls."""
         key, self.communicates = graph_key(gm, inputs), self.communicates or may_communicate(gm)
-        context = PlanningContext(self.request, may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm))
-        partitioning = Partitioning(context, plan_for_minimum_peak)
+        problem = Problem(self.request, may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm))
+        partitioning = Partitioning(problem, plan_for_minimum_peak)
         partitioner = Partitioner(partitioning)
         if self.options.compiler == "inductor":
             module = copied_with_sources(gm)

@@ -14,7 +14,7 @@ import torch
 from autoremat.basics.errors import AutorematError, BudgetInfeasible, DeviceTooSmall, binding
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import bytes_apart, format_seconds
-from autoremat.compiler.loss_chunking import NUMBERS_OF_CHUNKS
+from autoremat.compiler.planning import NUMBERS_OF_CHUNKS
 from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget

@@ -14,7 +14,7 @@ from torch import fx
 
 from autoremat.basics.errors import OptionsError
 from autoremat.compiler.compile_loop import compile_graph
-from autoremat.compiler.lowering import GraphSource
+from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet
 from autoremat.report.report import Report
@@ -71,9 +71,10 @@ def dry_runs(
             inputs = fake_tensors.own_inputs(inputs)
             request = replace(target.request(options, module, inputs, resident_bytes), on_planning_error="raise")
             patches = {**asked, **fake_tensors.RUNS_NOTHING}
-            source = GraphSource(target.as_on_card(module), inputs, patches, target.cuda_name, True)
+            on_card = target.as_on_card(module)
+            problem = Problem(request, on_card, inputs, patches, target.cuda_name, may_repeat_collectives=True)
             with target.tracing(), inductor_lowering.without_kernels():
-                return [compile_graph(source, request).report]
+                return [compile_graph(problem).report]
 
         return visit
 

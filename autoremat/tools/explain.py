@@ -14,12 +14,11 @@ from torch import fx
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.forms import warn_of_unused_forms
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.lowering import GraphSource
+from autoremat.compiler.joint_graph import PricedGraph, warn_of_unused_forms
 from autoremat.compiler.partitioning import tracing_to
-from autoremat.compiler.plain_code import reference_by_code
 from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.problem import Problem
+from autoremat.compiler.reference import reference_by_code
 from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
@@ -37,17 +36,16 @@ NEAR = 0.05
 
 @dataclass(frozen=True)
 class Preview:
-    """One joint graph of a step, captured and priced as by the backend, with the context of its plan."""
+    """One joint graph of a step, captured and priced as by the backend."""
 
     priced: PricedGraph
-    context: PlanningContext
 
     def report(self) -> Report:
         """Returns the report of the plan, with the least peak found. Raises ``BudgetInfeasible`` as the backend does."""
-        planned = plan_graph(self.priced, self.context)
+        planned = plan_graph(self.priced)
         report, planner = planned.report, planned.planner
         known = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
-        if planner is None or known or report.max_slowdown is not None:
+        if planned.plan_file is not None or known or report.max_slowdown is not None:
             return report
         planner.restart()
         least = min(planner.lowest.peak_bytes, report.minimum_peak_bytes)
@@ -58,10 +56,10 @@ class Preview:
 
         Raises ``BudgetInfeasible``.
         """
-        report, request = self.report(), self.context.request
+        report, request = self.report(), self.priced.problem.request
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not request.limits.takes_whole_reference
-        return report, tight and request.must_fit and self.context.decided_by_code
+        return report, tight and request.must_fit and self.priced.problem.decided_by_code
 
 
 def explain(
@@ -169,23 +167,27 @@ def preview_visitor(
     """Returns the visitor that traces and prices the joint graph of each graph for ``target`` and passes it to ``look``."""
 
     def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T | None]:
-        request = target.request(options, module, inputs, resident_bytes)
-        context = PlanningContext(
-            request, cuda_name=target.cuda_name, lowers=target.cuda_name is None, may_repeat_collectives=True
+        request, config = target.request(options, module, inputs, resident_bytes), compilers.asked_config(options)
+        problem = Problem(
+            request,
+            module,
+            fake_tensors.own_inputs(inputs),
+            {**config, **fake_tensors.RUNS_NOTHING},
+            target.cuda_name,
+            lowers=target.cuda_name is None,
+            may_repeat_collectives=True,
         )
-        config = compilers.asked_config(options)
-        source = GraphSource(module, fake_tensors.own_inputs(inputs), {**config, **fake_tensors.RUNS_NOTHING}, target.cuda_name)
         with target.tracing():
-            context = replace(context, reference=reference_by_code(source, context))
+            problem = replace(problem, reference=reference_by_code(problem))
         found: list[T] = []
 
         def look_at(priced: PricedGraph) -> None:
-            found.append(look(Preview(priced, context)))
+            found.append(look(Preview(priced)))
 
         now("tracing forward and backward")
-        with tracing_to(look_at, context) as partitioner, target.tracing():
+        with tracing_to(look_at, problem) as partitioner, target.tracing():
             on_card = target.as_on_card(module)
-            fake_tensors.trace_joint(on_card, source.inputs, partitioner, request.fuses, source.patches)
+            fake_tensors.trace_joint(on_card, problem.inputs, partitioner, request.fuses, problem.patches)
         return found or [None]
 
     return visit

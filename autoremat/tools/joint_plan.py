@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from autoremat.basics.errors import CaptureError, OptionsError
-from autoremat.compiler.cache_key import source_hash
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, price_graph
-from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import BudgetedGraph, plan_graph
-from autoremat.compiler.rewriting import rewrite
+from autoremat.compiler.joint_graph import JointGraph, Partitioner, price_graph
+from autoremat.compiler.partitioning import Partitioning, rewrite
+from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.problem import Problem
+from autoremat.compiler.records import source_hash
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.report import Report
@@ -33,7 +33,7 @@ from autoremat.torch_private import compilers, fake_tensors, joint_graphs
 class JointPlan:
     """A joint graph with the plan that splits it."""
 
-    graph: BudgetedGraph
+    graph: PlannedGraph
 
     @property
     def plan(self) -> Plan:
@@ -71,11 +71,11 @@ def plan_joint(
     """
     copied = fake_tensors.copied_module(joint)
     keywords = {"num_fwd_outputs": num_fwd_outputs, "static_lifetime_input_indices": list(static_lifetime_input_indices)}
-    context = PlanningContext(_request(options), lowers=False)
-    priced = price_graph(JointGraph(copied, joint_inputs, keywords), context)
+    problem = Problem(_request(options), lowers=False)
+    priced = price_graph(JointGraph(copied, joint_inputs, keywords), problem)
     if priced is None:
         raise CaptureError("the joint graph has no backward, so there is nothing to plan: pass the graph of a step that trains")
-    return JointPlan(plan_graph(priced, context))
+    return JointPlan(plan_graph(priced))
 
 
 def apply_plan(planned: JointPlan) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -84,7 +84,7 @@ def apply_plan(planned: JointPlan) -> tuple[fx.GraphModule, fx.GraphModule]:
     The forward takes the primals, and returns the outputs and the saved tensors. The backward takes the saved tensors and the
     tangents, and returns one gradient or None per primal.
     """
-    return rewrite(planned.graph).modules
+    return rewrite(planned.graph)[0]
 
 
 def partitioner(options: Mapping[str, Any] | None = None) -> Partitioner:
@@ -97,7 +97,7 @@ def partitioner(options: Mapping[str, Any] | None = None) -> Partitioner:
     request = _request(options)
 
     def partition(joint: JointGraph) -> joint_graphs.PartitionedModules:
-        return Partitioning(PlanningContext(request, lowers=False), plan_graph)(joint)
+        return Partitioning(Problem(request, lowers=False), plan_graph)(joint)
 
     return Partitioner(partition, ("autoremat", source_hash(), request.cache_key()))
 

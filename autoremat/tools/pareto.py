@@ -12,7 +12,7 @@ from autoremat.basics.checks import options_of
 from autoremat.basics.errors import OptionsError, OptionWarning, PlanInvalid
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.torch_partition import plan_of_partition
+from autoremat.compiler.reference import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.pareto_front import TORCH, Pareto, Point, our_points, point_of, policy_points
@@ -57,7 +57,7 @@ def pareto(
 
     def look(preview: Preview) -> Pareto:
         graph = _without_traffic(preview.priced.graph)
-        ours = our_points(graph, points, parsed.time_limit, preview.context.request.limits.host_bytes)
+        ours = our_points(graph, points, parsed.time_limit, preview.priced.problem.request.limits.host_bytes)
         return Pareto([*ours, *policy_points(graph), *_points_of_torch(preview, torch_budgets)])
 
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):

@@ -19,13 +19,17 @@ from autoremat.torch_private.joint_graphs import PartitionedModules
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], functorch: dict[str, Any]
+    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], eager_backward: bool = False
 ) -> Callable[..., Any]:
-    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code."""
+    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code.
+
+    With ``eager_backward``, the backward is compiled together with the forward instead of at its first call. The peak of both
+    halves is then known while the plan can still change.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     now("compiling with Inductor")
-    with functorch_config.patch(functorch):
+    with functorch_config.patch({"force_non_lazy_backward_lowering": True} if eager_backward else {}):
         compiled: Any = compile_fx(module, inputs, config_patches=config)
     return cast(Callable[..., Any], compiled)
 

@@ -19,7 +19,7 @@ from autoremat.basics import disk_cache
 from autoremat.basics.codec import Codec
 from autoremat.basics.errors import OptionsError
 from autoremat.compiler import records
-from autoremat.compiler.records import Record
+from autoremat.compiler.problem import Record
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autoremat
 from autoremat import OptionWarning, host_memory
 from autoremat.capture import forms
-from autoremat.compiler import forms as compiler_forms
+from autoremat.compiler import joint_graph
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.measure import links
 from autoremat.measure.links import host_link_of, least_link, measure_link
@@ -120,7 +120,7 @@ def test_a_cpu_has_no_link_and_says_so(small_values):
 
 def test_unified_memory_has_no_link(small_values, monkeypatch):
     assert with_forms(priced(step, X, device="H100-80GB", host_memory="1GiB"))
-    monkeypatch.setattr(compiler_forms, "assumed_host_link", lambda name: None)
+    monkeypatch.setattr(joint_graph, "assumed_host_link", lambda name: None)
     shared = priced(step, X, device="H100-80GB", host_memory="1GiB")
     assert set(with_forms(shared).values()) == {("bits",)}
     assert "no memory apart from the host's" in shared.unused_forms[0]

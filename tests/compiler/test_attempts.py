@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -11,17 +11,13 @@ from autoremat.compiler.attempts import (
     MAX_REPLANS,
     Accept,
     Again,
-    Attempt,
-    GainNeeded,
     Infeasible,
     Purpose,
     Rules,
+    Trial,
     Verdict,
-    code_peak_bytes,
     next_step,
-    pool_bytes,
     unused_reason,
-    verdict_on,
 )
 
 BUDGET = 100
@@ -30,17 +26,24 @@ RAISE = Rules(must_fit=True, may_loosen=False)
 FIT, LOOSEN, RETURN, MINIMIZE, SETTLE = Purpose
 
 
-def attempt(peaks: dict[bool, int] | int, **facts: object) -> Attempt:
+@dataclass(frozen=True)
+class Made(Trial):
+    """An attempt, and the share of the step's seconds that a looser plan saves."""
+
+    gain: float = 0.0
+
+
+def attempt(peaks: dict[bool, int] | int, **facts: object) -> Made:
     """An attempt for 100 bytes whose halves need these bytes of code; one number is the peak of both."""
     peaks = {False: peaks, True: peaks} if isinstance(peaks, int) else peaks
     limits = {False: BUDGET, True: BUDGET}
-    return replace(Attempt(code_peaks=peaks, limits=limits, budget_bytes=BUDGET, minimum_bytes=BUDGET), **facts)
+    return replace(Made(code_peaks=peaks, limits=limits, budget_bytes=BUDGET, minimum_bytes=BUDGET), **facts)
 
 
-def run(rules: Rules, codes: Sequence[Attempt], record: int = 0) -> tuple[list[tuple[int, Purpose]], Verdict, list[Attempt]]:
+def run(rules: Rules, codes: Sequence[Made], record: int = 0) -> tuple[list[tuple[int, Purpose]], Verdict, list[Trial]]:
     """All attempts of a compilation, with headroom and purpose, and its end. ``codes`` are the facts of one attempt each."""
     steps: list[tuple[int, Purpose]] = []
-    seen: list[Attempt] = []
+    seen: list[Trial] = []
     verdict: Verdict | None = Again(record)
     for code in codes:
         assert isinstance(verdict, Again)
@@ -54,7 +57,7 @@ def run(rules: Rules, codes: Sequence[Attempt], record: int = 0) -> tuple[list[t
         verdict = None
         for stage in stages:
             if stage.code_peaks or stage.is_complete:
-                verdict = verdict_on([*seen, stage], rules, lambda headroom_bytes: 0.0)
+                verdict = next_step([*seen, stage], rules, lambda headroom, gain=code.gain: gain)
             if verdict is not None:
                 seen.append(stage)
                 break
@@ -113,7 +116,7 @@ def test_a_half_whose_plan_stays_far_below_its_limit_gets_the_headroom_that_its_
     assert (steps, verdict) == ([(0, FIT), (5, FIT), (35, FIT)], Accept())
 
 
-def faster(peaks: dict[bool, int] | int, gain: float = 0.5) -> Attempt:
+def faster(peaks: dict[bool, int] | int, gain: float = 0.5) -> Made:
     return attempt(peaks, gain=gain)
 
 
@@ -138,8 +141,7 @@ def test_a_plan_is_not_loosened_against_the_rules():
 
 def test_the_gain_is_that_of_the_looser_headroom():
     asked = []
-    assert next_step([attempt(50, is_complete=False)], Rules()) == GainNeeded(-45)
-    verdict = verdict_on([attempt(50, is_complete=False)], Rules(), lambda headroom: asked.append(headroom) or 0.5)
+    verdict = next_step([attempt(50, is_complete=False)], Rules(), lambda headroom: asked.append(headroom) or 0.5)
     assert (asked, verdict) == ([-45], Again(-45, LOOSEN))
 
 
@@ -148,7 +150,7 @@ def test_the_gain_is_not_asked_for_where_it_decides_nothing():
         raise AssertionError(headroom_bytes)
 
     for peak, rules in ((101, Rules()), (98, Rules()), (50, Rules(may_loosen=False))):
-        verdict_on([attempt(peak, is_complete=False)], rules, never)
+        next_step([attempt(peak, is_complete=False)], rules, never)
 
 
 @pytest.mark.parametrize(
@@ -204,16 +206,10 @@ def test_every_compilation_ends(rules, peak):
     assert len(steps) <= limit
 
 
-def test_the_peak_of_the_code():
-    def peak(*codes: Attempt, rules: Rules = RAISE) -> int | None:
-        return code_peak_bytes(run(rules, codes)[2])
-
-    assert peak(attempt({False: 70, True: 90})) == 90
-    assert peak(attempt({})) is None  # caches answered
-    assert peak(attempt({True: 90})) is None
-    assert peak(attempt({False: 70, True: 120}), attempt({True: 90})) == 90  # a cache answers for the forward
-    assert peak(attempt({False: 95, True: 120}), attempt({True: 90})) == 95
-    assert peak(faster(90), faster(101), attempt({}), rules=Rules()) == 90  # the first plan again
+def test_the_peak_of_the_code_needs_both_halves():
+    assert attempt({False: 70, True: 90}).code_peak_bytes == 90
+    assert attempt({}).code_peak_bytes is None  # caches answered
+    assert attempt({True: 90}).code_peak_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -230,12 +226,3 @@ def test_the_reason_for_unused_memory(codes, is_fastest, reason):
     found = unused_reason(run(Rules(), codes)[2], is_fastest)
     assert reason in found
     assert bool(reason) == bool(found)
-
-
-def test_the_pool_of_cuda_graphs_is_that_of_the_accepted_code():
-    first = attempt(120, pool_bytes=110)
-    assert pool_bytes([first, attempt(90, pool_bytes=80, headroom_bytes=20)]) == 80
-    again = attempt({}, headroom_bytes=20, purpose=RETURN)  # a cache answered for the code of the second attempt
-    looser = attempt(105, pool_bytes=95, headroom_bytes=5, purpose=LOOSEN)
-    assert pool_bytes([first, attempt(90, pool_bytes=80, headroom_bytes=20), looser, again]) == 80
-    assert pool_bytes([attempt(90)]) is None

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning, CaptureError, OptionWarning, StepProfileError
-from autoremat.compiler import absent_backward, breaks
+from autoremat.compiler import breaks, dynamo_backend
 from autoremat.report import registry
 from autoremat.torch_private import dynamo, frames
 
@@ -28,7 +28,7 @@ REASON = r"Dynamo broke graphs(.|\n)*Dynamo does not support RNN, GRU, or LSTM. 
 @pytest.fixture(autouse=True)
 def nothing_yet(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(absent_backward, "_trained", WeakTensorKeyDictionary())
+    monkeypatch.setattr(dynamo_backend, "_trained", WeakTensorKeyDictionary())
     monkeypatch.setattr(registry, "_reports", [])
     monkeypatch.setattr(registry, "_graphs_seen", 0)
     monkeypatch.setattr(breaks, "_told", weakref.WeakKeyDictionary())
@@ -179,12 +179,12 @@ def test_a_model_that_trains_does_not_silence_another_of_the_same_code():
         function(X)
     with pytest.warns(OptionWarning, match="has no backward"):
         compiled(model(4).requires_grad_(False))(X)  # other sizes: Dynamo asks for a graph of its own
-    assert len(absent_backward._trained) == 4
+    assert len(dynamo_backend._trained) == 4
     del function
     gc.collect()
     torch.compiler.reset()
     gc.collect()
-    assert len(absent_backward._trained) == 0
+    assert len(dynamo_backend._trained) == 0
 
 
 def broken(x: torch.Tensor) -> torch.Tensor:

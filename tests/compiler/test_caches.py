@@ -16,7 +16,7 @@ from processes import run_ranks, values
 from torch import nn
 
 import autoremat
-from autoremat.compiler import cache_key, compile_loop, partitioner
+from autoremat.compiler import compile_loop, joint_graph, records
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.slow
 def trained(_: int, budgets: Sequence[object], source_hash: str, train: bool, options: dict[str, Any]) -> list[dict[str, Any]]:
     """What two steps of a model show, or one without gradients, after another under each budget."""
     if source_hash:
-        compile_loop.source_hash = cache_key.source_hash = lambda: source_hash
-    calls, partition = [], partitioner.Partitioner.__call__
+        compile_loop.source_hash = records.source_hash = lambda: source_hash
+    calls, partition = [], joint_graph.Partitioner.__call__
 
-    def counted(self: partitioner.Partitioner, *args: Any, **keywords: Any) -> Any:
+    def counted(self: joint_graph.Partitioner, *args: Any, **keywords: Any) -> Any:
         calls.append(1)
         return partition(self, *args, **keywords)
 
-    partitioner.Partitioner.__call__ = counted
+    joint_graph.Partitioner.__call__ = counted
     answers = []
     for budget in budgets:
         torch._dynamo.reset()

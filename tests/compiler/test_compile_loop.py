@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
 from autoremat.basics.errors import OptionsError
-from autoremat.compiler import cache_key, compile_loop, peers, records
-from autoremat.compiler.cache_key import fingerprint
-from autoremat.compiler.lowering import GraphSource, Lowered
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler import compile_loop, records
+from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.problem import Problem
+from autoremat.compiler.records import fingerprint
 from autoremat.options.options import Options
 from autoremat.planner.search.planner import Planner
 from autoremat.request import surroundings
@@ -38,13 +39,13 @@ def fake_lower(monkeypatch: pytest.MonkeyPatch, code_peaks: Sequence[int]) -> li
     """From here on, attempts generate code of these peaks, after all stages up to it. Returns the attempts."""
     found: list[Partitioning] = []
 
-    def lower(source, partitioning, identity, decide):
-        compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
+    def lower(problem, partitioning, identity, decide):
+        compilers.compile_uncompiled(problem.module, problem.inputs, Partitioner(partitioning))
         peak = code_peaks[len(found)]
         found.append(partitioning)
-        lowered = Lowered({False: peak, True: peak})
-        verdict = decide(lowered)
-        return (None if verdict else "compiled"), lowered, verdict
+        halves = {half: LoweredPeak(half, peak) for half in (False, True)}
+        verdict = decide(halves)
+        return (None if verdict else "compiled"), halves, verdict
 
     monkeypatch.setattr(compile_loop, "lower", lower)
     monkeypatch.setattr(compile_loop.records, "load", lambda key: None)
@@ -58,7 +59,7 @@ def compiled(budget: int | None, **options: object) -> compile_loop.CompiledGrap
 
     def backend(module, inputs):
         parsed = Options(cost_model="roofline", memory_budget=budget, **options)
-        found.append(compile_loop.compile_graph(GraphSource(module, inputs, {}), request_with(parsed)))
+        found.append(compile_loop.compile_graph(Problem(request_with(parsed), module, inputs)))
         return module.forward
 
     torch.compile(torch.nn.Sequential(*layers), backend=backend)(torch.ones(64, 32))
@@ -73,9 +74,9 @@ def test_the_budget_of_the_next_plan_is_lower_by_what_the_code_needs_more(monkey
     attempts = fake_lower(monkeypatch, [BASELINE + 2000, BASELINE - 1])
     found = compiled(BASELINE)
     first, second = (attempt.planned for attempt in attempts)
-    excess = BASELINE + 2000 - first.report.predicted_peak_bytes - first.code_headroom_bytes
-    assert second.context.extra_headroom_bytes == excess
-    assert second.plan.peak_bytes + second.code_headroom_bytes <= BASELINE - excess
+    excess = BASELINE + 2000 - first.report.predicted_peak_bytes - first.budget.code_headroom_bytes
+    assert second.budget.extra_headroom_bytes == excess
+    assert second.plan.peak_bytes + second.budget.code_headroom_bytes <= BASELINE - excess
     assert (found.function, found.report.replans, found.report.compiled_peak_bytes) == ("compiled", 1, BASELINE - 1)
     assert found.record.extra_headroom_bytes == excess
 
@@ -91,7 +92,8 @@ def test_a_planner_serves_all_attempts_on_its_graph(monkeypatch):
     for attempt in attempts:
         planned = attempt.planned
         assert planned.planner is planner
-        limit = BASELINE - planned.code_headroom_bytes - planned.context.extra_headroom_bytes
+        limit = BASELINE - planned.budget.code_headroom_bytes - planned.budget.extra_headroom_bytes
+        assert planned.budget.limit_bytes == limit
         assert Planner(planner.graph).find(limit).plan.schedule == planned.plan.schedule
 
 
@@ -102,19 +104,19 @@ def test_a_share_of_one_is_the_peak_of_the_baselines_code(monkeypatch):
 
 @pytest.mark.parametrize("planned_around", [False, True])
 def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(monkeypatch, planned_around):
-    def fails(priced, context, earlier):
+    def fails(priced, extra_headroom_bytes):
         raise RuntimeError("as if")
 
     attempts = fake_lower(monkeypatch, [1000])
     lower = compile_loop.lower
 
-    def region_first(source, attempt, identity, decide):
+    def region_first(problem, attempt, identity, decide):
         attempt.fell_back = True  # by the region, which is planned first
-        return lower(source, attempt, identity, decide)
+        return lower(problem, attempt, identity, decide)
 
     monkeypatch.setattr(compile_loop, "lower", region_first)
     if not planned_around:
-        monkeypatch.setattr(peers, "plan_graph", fails)
+        monkeypatch.setattr(compile_loop, "plan_graph", fails)
         with pytest.warns(autoremat.FallbackWarning):
             found = compiled(None, on_planning_error="fallback")
     else:
@@ -123,13 +125,29 @@ def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(m
     assert len(attempts) == 1
 
 
+def code(*halves: LoweredPeak) -> tuple[object, int | None]:
+    """Peaks and pool of an attempt with this code, for a plan beside which nothing is allocated."""
+    planned = MagicMock(plan=SimpleNamespace(timeline=SimpleNamespace(beside_bytes=0), peak_bytes=0))
+    planned.priced.captured.runs_on = "cpu"
+    trials = compile_loop.Trials(Problem(), compile_loop.Peers())
+    trial = trials._trial(planned, {half.is_backward: half for half in halves}, is_complete=True)
+    return trial.code_peaks, trial.pool_bytes
+
+
 def test_both_halves_are_held_to_the_pool_of_cuda_graphs_at_its_largest():
-    forward = LoweredPeak(False, peak_bytes=700, pool_bytes=600)
-    backward = LoweredPeak(True, peak_bytes=950, pool_bytes=900)
-    assert Lowered.of({False: forward}) == Lowered({False: 700}, pool_bytes=600)
-    assert Lowered.of({False: forward, True: backward}) == Lowered({False: 1000, True: 950}, pool_bytes=900)
-    without = {False: LoweredPeak(False, 700), True: LoweredPeak(True, 950, is_estimate=True)}
-    assert Lowered.of(without) == Lowered({False: 700, True: 950}, is_estimate=True)
+    forward, backward = LoweredPeak(False, peak_bytes=700, pool_bytes=600), LoweredPeak(True, peak_bytes=950, pool_bytes=900)
+    assert code(forward) == ({False: 700}, 600)
+    assert code(forward, backward) == ({False: 1000, True: 950}, 900)
+    assert code(LoweredPeak(False, 700), LoweredPeak(True, 950)) == ({False: 700, True: 950}, None)
+
+
+def test_code_of_an_earlier_attempt_counts_where_a_cache_answers_for_an_equal_half():
+    trials = compile_loop.Trials(Problem(), compile_loop.Peers())
+    first, second = (SimpleNamespace(facts=SimpleNamespace(hashes=("equal", other))) for other in ("one", "two"))
+    forward, backward = LoweredPeak(False, 700), LoweredPeak(True, 950)
+    assert trials._known(first, {False: forward}) == {False: forward}
+    assert trials._known(second, {True: backward}) == {False: forward, True: backward}
+    assert trials._known(first, {}) == {False: forward}
 
 
 @pytest.mark.parametrize("number", [10**60, 1.5, "1"])
@@ -167,7 +185,7 @@ def scale(x: Tensor) -> Tensor:
 
 
 def key(inputs: tuple[Any, ...] = (torch.ones(4),), **fields: Any) -> str:
-    return fingerprint(fx.symbolic_trace(scale), inputs, Request(Options(cost_model="roofline", **fields)))
+    return fingerprint(Problem(Request(Options(cost_model="roofline", **fields)), fx.symbolic_trace(scale), inputs))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -222,7 +240,7 @@ def test_the_key_changes_with_the_kernels_that_attention_may_take():
 def test_the_key_changes_with_the_processor(monkeypatch):
     keys = [key()]
     with monkeypatch.context() as patch:
-        patch.setattr(cache_key, "device_name", lambda device: "cpu of another make")
+        patch.setattr(records, "device_name", lambda device: "cpu of another make")
         keys.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")

@@ -11,11 +11,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import OptionWarning, explain
 from autoremat.capture.work import product_type
-from autoremat.compiler import compile_loop, counting
-from autoremat.compiler.joint_graph import PlanningContext
-from autoremat.compiler.lowering import GraphSource, lower
+from autoremat.compiler import compile_loop, replay_context
+from autoremat.compiler.lowering import lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.graph.op import Kind
@@ -41,9 +41,8 @@ def drawn_at_once(monkeypatch, patches):
 
     monkeypatch.setattr(compilers, "compile_with_inductor", compile_nothing)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    lower(
-        GraphSource(module, [torch.zeros(1, 2)], patches), Partitioning(PlanningContext(), plan_graph), (), lambda lowered: None
-    )
+    problem = Problem(module=module, inputs=[torch.zeros(1, 2)], patches=patches)
+    lower(problem, Partitioning(problem, plan_graph), (), lambda halves: None)
     assert TritonOverrides._can_use_4x_random()
     return seen
 
@@ -103,9 +102,8 @@ def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
         assert product_type(product) == TF32
         options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
-        assert compile_loop.fingerprint(
-            torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Request(Options(cost_model="roofline"))
-        )
+        request, module = Request(Options(cost_model="roofline")), torch.fx.symbolic_trace(torch.nn.Linear(4, 4))
+        assert compile_loop.fingerprint(Problem(request, module))
     finally:
         products.fp32_precision = before
 
@@ -146,14 +144,14 @@ MIB = 2**20
 
 @pytest.mark.parametrize(("text", "rest"), [("", MIB), ("expandable_segments: True", 0)])
 def test_rests_of_blocks_count_unless_segments_expand(monkeypatch, text, rest):
-    monkeypatch.setattr(counting, "settings_of_process", lambda: text)
-    assert counting.code_unsplit_bytes({False: HalfAllocations(((0, 11 * MIB),))}, []) == rest
+    monkeypatch.setattr(replay_context, "settings_of_process", lambda: text)
+    assert replay_context.code_unsplit_bytes({False: HalfAllocations(((0, 11 * MIB),))}, []) == rest
 
 
 def test_settings_without_a_rule_are_noted(monkeypatch):
-    monkeypatch.setattr(counting, "settings_of_process", lambda: "max_split_size_mb:64")
-    assert "without max_split_size_mb" in counting.note_on_settings("cuda")
-    assert not counting.note_on_settings("cpu")
+    monkeypatch.setattr(replay_context, "settings_of_process", lambda: "max_split_size_mb:64")
+    assert "without max_split_size_mb" in replay_context.note_on_settings("cuda")
+    assert not replay_context.note_on_settings("cpu")
 
 
 def test_the_settings_are_those_of_the_environment(monkeypatch):

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionsError, OptionWarning, Report
 from autoremat.basics.errors import find_cause
-from autoremat.compiler import dynamo_backend, planning, rewriting
+from autoremat.compiler import dynamo_backend, partitioning, planning
 from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
@@ -53,13 +53,13 @@ def new_reports() -> Callable[[], list[Report]]:
 def modules(monkeypatch: pytest.MonkeyPatch) -> list:
     """(forward, backward) FX modules of every graph that is planned from here on."""
     found: list = []
-    original = rewriting.apply_plan
+    original = partitioning.apply_plan
 
     def apply_plan(*arguments: object):
         found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(rewriting, "apply_plan", apply_plan)
+    monkeypatch.setattr(partitioning, "apply_plan", apply_plan)
     return found
 
 
@@ -246,7 +246,7 @@ def options(request) -> Iterator[dict[str, object]]:
 
 
 def test_the_error_comes_before_a_plan(options, monkeypatch):
-    monkeypatch.setattr(dynamo_backend, "_compile_whole", lambda *_: pytest.fail("it is too late for this error"))
+    monkeypatch.setattr(dynamo_backend, "_compile_request", lambda *_: pytest.fail("it is too late for this error"))
     with pytest.raises(Exception, match=r"No working C\+\+ compiler found") as caught:
         step(**options)
     assert find_cause(caught.value, InvalidCxxCompiler)

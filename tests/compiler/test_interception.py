@@ -17,7 +17,7 @@ from oracles import same_bits
 from torch import Tensor, fx, nn
 
 import autoremat
-from autoremat.compiler import peers
+from autoremat.compiler import compile_loop
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
@@ -127,7 +127,7 @@ def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
 
 POINTS = {
     "before compilation": (compilers, "compile_with_inductor"),
-    "planning": (peers, "plan_graph"),
+    "planning": (compile_loop, "plan_graph"),
     "after code generation": (inductor_lowering, "_lowered_peak"),
 }
 """Functions that run while a graph is compiled, each once or more."""

@@ -19,7 +19,7 @@ from trained_steps import LEAST, assert_close, gradients, trained
 import autoremat
 from autoremat import track_peak
 from autoremat.capture.capture import Capture
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.joint_graph import Partitioner
 from autoremat.planner.memory.allocations import FREED
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult

@@ -14,10 +14,8 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
-from autoremat.compiler.joint_graph import ToldPlan
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
-from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import ROUNDING
 from autoremat.planner.search.time_budget import TimeBudget
@@ -148,12 +146,9 @@ def test_gradients_are_those_without_recomputation():
 
 def test_another_rank_takes_the_plan_with_its_time():
     def look(preview: Preview) -> tuple[Report, Report]:
-        leading = plan_graph(preview.priced, preview.context)
-        told = ToldPlan(PlanFile.of(leading.plan), leading.report.loss_chunks)
-        following = plan_graph(preview.priced, dataclasses.replace(preview.context, told=told))
-        assert leading.report is not None
-        assert following.report is not None
-        return leading.report, following.report
+        leading = plan_graph(preview.priced).report
+        told = dataclasses.replace(preview.priced.problem, told=leading)
+        return leading, plan_graph(dataclasses.replace(preview.priced, problem=told)).report
 
     options = Options.parse(EAGER | {"max_slowdown": 0.05})
     [(leading, following)], _ = previews(loss, (X,), {}, options, None, look)

@@ -23,9 +23,9 @@ import autoremat
 from autoremat.basics.errors import find_cause
 from autoremat.compiler import compile_loop, dynamo_backend, joint_graph, peers, records
 from autoremat.compiler.exchange import Session
-from autoremat.compiler.lowering import Lowered
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.joint_graph import Partitioner
 from autoremat.torch_private import compilers
+from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline"}
 SHARE = EAGER | {"memory_budget": 0.6}
@@ -82,13 +82,14 @@ def with_code(excess: float) -> dict[str, Any]:
     """A step whose first code needs more than its plan, by a share of the budget. Its graphs then run uncompiled."""
     codes = []
 
-    def lower(source: Any, partitioning: Any, identity: Any, decide: Any) -> Any:
-        function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
-        planned = partitioning.planned
-        codes.append(planned.report.predicted_peak_bytes + planned.code_headroom_bytes)
-        peak = codes[-1] + (0 if len(codes) > 1 else int(excess * planned.report.budget_bytes))
-        verdict = decide(Lowered({False: peak, True: peak}))
-        return None if verdict else function, Lowered({False: peak, True: peak}), verdict
+    def lower(problem: Any, partitioning: Any, identity: Any, decide: Any) -> Any:
+        function = compilers.compile_uncompiled(problem.module, problem.inputs, Partitioner(partitioning))
+        report = partitioning.planned.report
+        codes.append(report.predicted_peak_bytes + report.code_headroom_bytes)
+        peak = codes[-1] + (0 if len(codes) > 1 else int(excess * report.budget_bytes))
+        halves = {half: LoweredPeak(half, peak) for half in (False, True)}
+        verdict = decide(halves)
+        return None if verdict else function, halves, verdict
 
     with mock.patch.object(compile_loop, "lower", lower), mock.patch.object(records, "load", return_value=None):
         return step({"memory_budget": 0.8, "cost_model": "roofline"})
@@ -265,8 +266,8 @@ def cached(rank: int, folders: tuple[str, ...]) -> dict[str, Any]:
     for name in ("AUTOREMAT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = str(Path(folders[rank]) / name)
     planned: list[Any] = []
-    true = peers.plan_graph
-    peers.plan_graph = lambda *given: planned.append(1) or true(*given)
+    true = compile_loop.plan_graph
+    compile_loop.plan_graph = lambda *given, **more: planned.append(1) or true(*given, **more)
     result = step({"memory_budget": 0.8, "cost_model": "roofline"}, width=32, depth=3)
     return result | {"planned": len(planned)}
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning
-from autoremat.compiler.lowering import Lowered
+from autoremat.compiler.lowering import code_peaks
 from autoremat.planner.memory.allocations import Allocations, joined
 from autoremat.torch_private import inductor_lowering
 from autoremat.torch_private.code_buffers import Origins
@@ -105,9 +105,8 @@ def planned_step(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) 
         compiled = torch.compile(module, backend="autoremat", options=options)
         run_step(compiled, module, inputs)
         result = run_step(compiled, module, inputs)
-    lowered = Lowered.of(peaks)
-    replayed = joined(lowered.allocations[False], lowered.allocations[True])
-    return PlannedStep(result, autoremat.reports()[-1], max(lowered.code_peaks.values()), replayed)
+    replayed = joined(peaks[False].allocations, peaks[True].allocations)
+    return PlannedStep(result, autoremat.reports()[-1], max(code_peaks(peaks).values()), replayed)
 
 
 def on_card(built: tuple[nn.Module, tuple[Tensor, ...]], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

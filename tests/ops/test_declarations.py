@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import autoremat
 from autoremat import OptionsError
 from autoremat.capture.capture import capture
-from autoremat.compiler import peers
+from autoremat.compiler import compile_loop
 from autoremat.ops import declarations
 from autoremat.passes import apply_plan
 from autoremat.planner.graph.graph import Graph
@@ -105,13 +105,13 @@ def nothing_declared(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """What is planned from here on."""
     found: list[Graph] = []
-    original = peers.plan_graph
+    original = compile_loop.plan_graph
 
-    def plan_graph(priced, context, earlier):
+    def plan_graph(priced, extra_headroom_bytes):
         found.append(priced.graph)
-        return original(priced, context)
+        return original(priced, extra_headroom_bytes)
 
-    monkeypatch.setattr(peers, "plan_graph", plan_graph)
+    monkeypatch.setattr(compile_loop, "plan_graph", plan_graph)
     return found
 
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning
-from autoremat.compiler import plain_code, reference
-from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler import reference
 from autoremat.compiler.peers import Members
+from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
@@ -45,16 +45,16 @@ def test_a_share_is_one_of_the_code_that_inductor_generates_alone():
 def test_a_reference_that_is_no_code_warns(monkeypatch):
     """Inductor may fail, and the simulator cannot follow every partition of torch's."""
     alone = explained(0.95)
-    plain_code._known.clear()
-    monkeypatch.setattr(plain_code.compilers, "compile_with_inductor", lambda *_: 1 / 0)
+    reference._known.clear()
+    monkeypatch.setattr(reference.compilers, "compile_with_inductor", lambda *_: 1 / 0)
     with pytest.warns(BudgetWarning, match="share of a simulated peak"):
         simulated = explained(0.95)
     assert simulated.reference_source == reference.TORCH
     assert simulated.reference_bytes == pytest.approx(alone.reference_bytes, rel=0.1)
-    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda _: None)
+    monkeypatch.setattr(reference, "torchs_plan", lambda *_: None)
     with pytest.warns(BudgetWarning, match="step without recomputation"):
         assert explained(0.95).reference_source == reference.BASELINE
-    plain_code._known.clear()
+    reference._known.clear()
 
 
 def test_the_whole_reference_is_always_feasible():
@@ -169,8 +169,8 @@ class Ranks:
 @pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0)])
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
     request = Request(Options(cost_model="roofline"), Limits(reference_share=0.5, granted_bytes=ours))
-    found = Members(Ranks(theirs)).agree(request, torch.device("cpu"))
-    assert found.limits == Limits(reference_share=0.5, granted_bytes=agreed)
+    found = Members(Ranks(theirs)).agree(Problem(request), torch.device("cpu"))
+    assert found.request.limits == Limits(reference_share=0.5, granted_bytes=agreed)
 
 
 class Broken(nn.Module):

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.planning import EarlierSearches, plan_graph
-from autoremat.compiler.torch_partition import plan_of_partition
+from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.reference import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
 from autoremat.tools.explain import previews
@@ -107,7 +107,7 @@ def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
 
     def look(preview):
         theirs = plan_of_partition(preview.priced.captured, *halves_by_torch(preview)).peak_bytes
-        planned = plan_graph(preview.priced, preview.context)
+        planned = plan_graph(preview.priced)
         assert planned.plan.peak_bytes <= theirs == planned.report.soft_budget_bytes
         assert planned.fastest.cost_seconds <= planned.plan.cost_seconds
         return True
@@ -121,16 +121,15 @@ def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
     monkeypatch.setattr(time, "thread_time", lambda: now() + passed[0])
 
     def look(preview):
-        earlier = EarlierSearches()
-        plan_graph(preview.priced, preview.context, earlier)
+        plan_graph(preview.priced)
         passed[0] += 1000.0  # code is generated
-        first = plan_graph(preview.priced, preview.context, earlier)
+        first = plan_graph(preview.priced)
         passed[0] += 1000.0
         assert first.gain(first.report.budget_bytes // -10) > 0.0
         assert not first.planner.limit.interrupted
         passed[0] += 1000.0  # the graph is traced again
-        again = plan_graph(preview.priced, preview.context, earlier)
-        return not again.planning.interrupted and len(earlier.searches) == 1
+        again = plan_graph(preview.priced)
+        return not again.planning.interrupted and len(preview.priced.problem.searches.planners) == 1
 
     options = Options.parse({"time_limit": 600, "memory_budget": 0.75}, None, compilers.inductor_config_names)
     model, inputs = build("gpt2", layers=1)

@@ -19,12 +19,11 @@ from reports import report_on
 from strategies import training_chain
 
 import autoremat
-from autoremat.compiler import joint_graph, loss_chunking
-from autoremat.compiler.joint_graph import ToldPlan
+from autoremat.compiler import joint_graph, planning
 from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.problem import Searches
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search import work_limit
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
@@ -227,7 +226,7 @@ def classified(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def test_the_capture_of_another_form_of_the_loss_is_no_part_of_planning(monkeypatch):
     said: list[str] = []
-    for module in (joint_graph, loss_chunking):
+    for module in (joint_graph, planning):
         monkeypatch.setattr(module, "now", lambda doing, *_: said.append(doing.split()[0]))
     weight, x = torch.randn(8, 512, requires_grad=True), torch.randn(64, 8)
     report = autoremat.explain(classified, weight, x, options={"compiler": "aot_eager", "chunk_loss": 4})
@@ -238,10 +237,10 @@ def test_the_capture_of_another_form_of_the_loss_is_no_part_of_planning(monkeypa
 
 def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take_its_plan(monkeypatch):
     def look(preview: Preview) -> tuple[Report, Report]:
-        leading = plan_graph(preview.priced, preview.context)
+        leading = plan_graph(preview.priced).report
         monkeypatch.undo()
-        told = ToldPlan(PlanFile.of(leading.plan), leading.report.loss_chunks, leading.report.ended_by_clock)
-        return leading.report, plan_graph(preview.priced, dataclasses.replace(preview.context, told=told)).report
+        following = dataclasses.replace(preview.priced.problem, told=leading, searches=Searches())
+        return leading, plan_graph(dataclasses.replace(preview.priced, problem=following)).report
 
     ticks = itertools.count()
     monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(thread_time=lambda: 100.0 * next(ticks)))

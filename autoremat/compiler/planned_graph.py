@@ -1,0 +1,258 @@
+"""A graph with its plan: what the later stages ask about it, and its report before code is generated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from autoremat.basics.progress import now
+from autoremat.basics.units import format_bytes
+from autoremat.compiler.dynamic_shapes import note_on_sizes
+from autoremat.compiler.hints import hints_of
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.problem import Problem, Reference
+from autoremat.compiler.replay_context import (
+    code_headroom_bytes,
+    copies_for_cuda_graphs_bytes,
+    held_too_long_bytes,
+    note_on_settings,
+)
+from autoremat.planner.constraints.constraints import ConstrainedGraph
+from autoremat.planner.cost.datasheets import device_memory
+from autoremat.planner.multigraph.fronts import border_bytes, point_of
+from autoremat.planner.multigraph.ledger import PlanPoint
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.bound_forms import PlanSource
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.report.peak_snapshot import peak_of, profile_of
+from autoremat.report.report import Report
+from autoremat.torch_private.higher_order import chunked_by
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The bytes that the plans of one attempt may take. Here a share has become bytes."""
+
+    bytes: int | None
+    """What the step may take; None for no limit."""
+    code_headroom_bytes: int
+    """Bytes that generated code may need above the simulated peak."""
+    extra_headroom_bytes: int = 0
+    """Bytes by which the code of an earlier plan needed more memory than simulated. A negative number loosens the plan."""
+    soft_bytes: int | None = None
+    """Peak that a plan without a budget stays below, unless that costs much time."""
+    reference: Reference | None = None
+    """The reference peak, of which the budget is a share; None if it is none."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most bytes of the simulated peak; None for no limit."""
+        return None if self.bytes is None else self.bytes - self.code_headroom_bytes - self.extra_headroom_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedGraph:
+    """A priced graph, as it is or rewritten, with its plan under a budget."""
+
+    priced: PricedGraph
+    budget: Budget
+    planner: PlanSource
+    constrained: ConstrainedGraph
+    planning: PlanningResult
+    """Result of the search."""
+    plan: Plan
+    """The plan found; if none fits, that of the minimum peak."""
+    plan_file: str | None = None
+    """Name of the plan file that is applied instead of a search."""
+    time: TimeBudget | None = None
+    """The budget of time; None if there is none."""
+    least: Plan | None = None
+    """The plan of the minimum peak found within the budget of time, if no plan keeps to both budgets."""
+    whole: PlannedGraph | None = None
+    """The graph without a chunked loss; None if it was not planned."""
+    remedy: str = ""
+    """How the user makes the loss chunkable, if it is not."""
+    seconds: float = 0.0
+    """The time that planning took."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is asked of the graph."""
+        return self.priced.problem
+
+    @property
+    def keeps_time(self) -> bool:
+        """True if the plan keeps to the budget of time, if there is one."""
+        return self.time is None or self.time.keeps(self.plan)
+
+    @property
+    def fits(self) -> bool:
+        """True if the plan keeps to all budgets."""
+        return self.planning.plan is not None and self.keeps_time
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """What is least for the best graph of several: the seconds if a plan fits, else the peak."""
+        limits = self.problem.request.limits
+        by_peak = self.planning.plan is None or (not limits.bounds_memory and limits.max_slowdown is not None)
+        return not self.fits, self.planning.plan is None, self.plan.peak_bytes if by_peak else self.plan.predicted_seconds
+
+    @property
+    def is_last_plan(self) -> bool:
+        """True if no other plan can be tried: the plan is stored, or has the minimum peak because none fits in simulation."""
+        return self.plan_file is not None or self.planning.plan is None
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The plan of least time; None if no other plans are known."""
+        accepts = acceptance(self.priced, self.budget)
+        return None if self.plan_file is not None else self.planner.fastest(accepts)
+
+    @property
+    def is_binding(self) -> bool:
+        """True if the plan costs more than the fastest plan, so that the budget decides."""
+        fastest = self.fastest
+        return fastest is not None and self.plan.cost_seconds > fastest.cost_seconds
+
+    def gain(self, headroom_bytes: int) -> float:
+        """Returns the share of the step's seconds that the plan for another headroom saves.
+
+        That search has a time limit of its own, because code was generated since the last one.
+        """
+        if self.plan_file is not None or self.budget.bytes is None:
+            return 0.0
+        self.planner.restart()
+        looser = dataclasses.replace(self.budget, extra_headroom_bytes=headroom_bytes).limit_bytes
+        accepts = acceptance(self.priced, self.budget)
+        plan = self.planner.find(looser, accepts).plan
+        return 0.0 if plan is None else (self.plan.cost_seconds - plan.cost_seconds) / self.plan.graph.step_seconds
+
+    @property
+    def slacks(self) -> dict[bool, int]:
+        """Bytes by which each half stays below its share of a step's budget, by ``is_backward``; empty without a share."""
+        share = self.priced.share
+        if share is None:
+            return {}
+        point = counted(self.plan, self.priced)
+        return {
+            False: share.forward_peak_bytes - point.forward_peak_bytes,
+            True: share.backward_peak_bytes - point.backward_peak_bytes,
+        }
+
+    @property
+    def limits(self) -> dict[bool, int | None]:
+        """The limits in bytes on the code of both halves, by ``is_backward``; None for no limit."""
+        share = self.priced.share
+        if self.problem.request.limits.takes_whole_reference:
+            return {False: None, True: None}
+        if share is None:
+            return {False: self.budget.bytes, True: self.budget.bytes}
+        at_borders = border_bytes(self.plan, self.priced.kept_inputs)
+        return {False: share.forward_peak_bytes, True: share.backward_peak_bytes - at_borders}
+
+    @cached_property
+    def report(self) -> Report:
+        """The report of the plan, before code is generated."""
+        now("describing the plan")
+        problem, planning, budget, captured = self.problem, self.planning, self.budget, self.priced.captured
+        limits, joint, whole, time = problem.request.limits, self.priced.joint, self.whole, self.time
+        share = self.priced.share
+        notes = ("" if share is None else share.note, note_on_settings(captured.runs_on), note_on_sizes(joint.module.graph),
+                 _note_on_memory(budget.bytes, captured.device.name))  # fmt: skip
+        shares: dict[str, Any] = {}
+        if (reference := budget.reference) is not None:
+            shares = {
+                "budget_share": limits.reference_share,
+                "reference_bytes": reference.bytes,
+                "reference_source": reference.source,
+                "reference_saved_bytes": reference.saved_bytes,
+                "granted_bytes": limits.granted_bytes or None,
+            }
+        plan = dataclasses.replace(
+            self.plan,
+            budget_bytes=budget.bytes,
+            host_budget_bytes=limits.host_bytes,
+            lower_bound_bytes=planning.lower_bound_bytes,
+            lower_bound_seconds=planning.lower_bound_seconds,
+            interrupted=planning.interrupted,
+        )
+        return Report(
+            plan=plan,
+            compiler=problem.request.options.compiler,
+            device=captured.device.name,
+            planning_seconds=self.seconds,
+            ended_by_clock=planning.ended_by_clock,
+            baseline_peak_bytes=planning.baseline.peak_bytes,
+            peak_before=peak_of(planning.baseline),
+            profile_before=profile_of(planning.baseline),
+            smallest_peak_bytes=planning.smallest.peak_bytes,
+            minimum_is_searched=planning.least_is_searched,
+            loss_chunks=joint.chunks,
+            loss_chunked_by=chunked_by(joint.module),
+            minimum_unchunked_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
+            tiles=joint.tiles,
+            tiled_stretches=joint.stretches,
+            accumulated_bytes=self.priced.accumulated_bytes,
+            unused_forms=self.priced.unused_forms,
+            constraint_warnings=self.constrained.warnings,
+            ranks=problem.ranks,
+            notes=tuple(filter(None, notes)),
+            hints=hints_of(plan, planning, self.priced),
+            code_headroom_bytes=budget.code_headroom_bytes,
+            unknown_workspaces=captured.unknown_workspaces,
+            limit_bytes=self._limit_bytes,
+            soft_budget_bytes=budget.soft_bytes,
+            device_ledger=limits.ledger,
+            max_slowdown=None if time is None else time.max_slowdown,
+            seconds_without_budget=None if time is None else time.seconds,
+            timed_minimum_bytes=None if self.least is None else self.least.peak_bytes,
+            **shares,
+            **dataclasses.asdict(captured.pricing),
+        )
+
+    @property
+    def _limit_bytes(self) -> int | None:
+        """The bound on the simulated peak that the plan keeps to; None if there is none."""
+        if self.budget.bytes is not None:
+            return self.budget.limit_bytes
+        soft, peak = self.budget.soft_bytes, self.plan.peak_bytes
+        return peak if self.time is not None else soft if peak <= (soft or 0) else None
+
+
+def _note_on_memory(budget: int | None, device: str) -> str:
+    """Returns a note on a budget that exceeds the memory of the device, by its data sheet; empty if there is none."""
+    memory = device_memory(device)
+    if budget is None or memory is None or budget <= memory:
+        return ""
+    return f"the budget is {format_bytes(budget)}, and {device} has {format_bytes(memory)} of memory"
+
+
+# -- the share of a graph in the budget of a step --------------------------------------------------------------------------
+
+
+def acceptance(priced: PricedGraph, budget: Budget) -> Callable[[Plan], bool] | None:
+    """Returns the condition that plans must meet beside the peak; None if there is none."""
+    share = priced.share
+    if share is None:
+        return None
+    return lambda plan: share.holds(counted(plan, priced), budget.extra_headroom_bytes)
+
+
+def counted(plan: Plan, priced: PricedGraph) -> PlanPoint:
+    """Returns ``plan`` as a point in the ledger of its step, with the bytes that generated code may need beside its buffers."""
+    return point_of(plan, priced.kept_inputs).with_more(headroom_of(priced))
+
+
+def headroom_of(priced: PricedGraph) -> int:
+    """Returns the bytes to keep free of the budget: those of generated code, and tensors that a collective holds too long.
+
+    Generated code also makes copies into the memory of CUDA graphs.
+    """
+    captured, held = priced.captured, held_too_long_bytes(priced.captured)
+    if not priced.problem.request.fuses:
+        return held
+    return held + code_headroom_bytes(captured.graph) + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
