@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory
 from autoremat.device_memory.strategies import rows_of_models
 from autoremat.measure.machine import checked_device
-from autoremat.planner.cost.datasheets import DATASHEETS, device_memory
+from autoremat.planner.cost.datasheets import DATASHEETS, datasheet, device_memory, known_cards
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
 
@@ -119,7 +120,11 @@ class _WholeDevice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return ("no such device is here: the context is assumed",) if self.stands_for_cuda else ()
+        if not self.stands_for_cuda:
+            return ()
+        sheet = None if re.search(r"\d ?Gi?B?$", self.name, re.IGNORECASE) else datasheet(self.name)
+        size = "" if sheet is None else f"{self.name} is taken as a card of {sheet.memory >> 30} GB (V100-16GB names another); "
+        return (f"{size}no such device is here: the context is assumed",)
 
     def total_bytes(self, total: int | str) -> int:
         """Returns the memory of the device in bytes. Raises ``OptionsError`` for a ``total`` that is not accepted."""
@@ -129,10 +134,11 @@ class _WholeDevice:
             return int(torch.cuda.mem_get_info(self.index)[1])
         if isinstance(total, str) and (memory := device_memory(total)) is not None:
             return memory
-        count = as_int(total)
+        count = int(total) if isinstance(total, str) and total.strip().isdecimal() else as_int(total)
         if count is not None and 0 < count < 1024:
             raise OptionsError(f'total={total!r} is {count} bytes, and no device is that small. Did you mean "{count}GiB"?')
-        return _bytes(total, "total", TOTAL_FORMS, least=1)
+        forms = f"{TOTAL_FORMS}. {known_cards(total)}" if isinstance(total, str) else TOTAL_FORMS
+        return _bytes(total, "total", forms, least=1)
 
     def context_bytes(self) -> int:
         """Returns the bytes outside torch's allocator: those in use now on a device that is here, else assumed ones."""

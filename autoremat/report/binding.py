@@ -39,7 +39,7 @@ def remedy_for(kind: str) -> str:
     """Returns the advice that lowers the bytes of a kind; empty if there is none beside a smaller batch."""
     if kind.startswith(OPERANDS):
         where = kind.removeprefix(OPERANDS)
-        return f"compute {where} in parts along the rows: its operands are live together under every plan"
+        return f'try tiles="auto": the operands of {where} are live together under every plan that runs it as a whole'
     if kind.startswith(WORKSPACE):
         return f"use another kernel for {kind.removeprefix(WORKSPACE)}, with less workspace"
     return REMEDIES.get(kind, "")

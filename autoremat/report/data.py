@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.op import Value
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_json import FORMAT
 from autoremat.planner.search.planning_result import ROUNDING
 from autoremat.report.binding import parts_of_peak
 from autoremat.report.decisions import ForwardValue, Total, explain_values, totals_of
@@ -224,6 +225,8 @@ class ReportData(CodeFacts, BudgetFacts, PlanningFacts):
         try:
             return cls.from_data(json.loads(text))
         except (TypeError, KeyError, ValueError) as error:
+            if text.startswith(f'{{"format":"{FORMAT}"'):
+                raise ValueError("this is a stored plan, not a report: the option `plan` applies it") from error
             raise ValueError(f"not a report of this version of autoremat: {error}") from error
 
     def to_data(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.measure.machine import checked_device
 from autoremat.options.options import Options
-from autoremat.planner.cost.datasheets import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
+from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet, device_memory, known_cards
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
@@ -96,10 +96,9 @@ def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]
     if parsed.type == "cuda" and not torch.cuda.is_available():
         return _named("cuda")
     if parsed.type == "meta":
-        known = ", ".join(DATASHEETS)
         raise OptionsError(
-            f'device={device!r} is not accepted. Accepted: a device of torch ("cpu", "cuda") or a CUDA card, by a name that '
-            f'contains one of {known}, with a size of its memory if that is another ("V100-16GB")'
+            f'device={device!r} is not accepted. Accepted: a device of torch ("cpu", "cuda") or a CUDA card by name, with its '
+            f'memory if that is another ("V100-16GB"). {known_cards(str(device))}'
         )
     return Target(checked_device(parsed))
 

@@ -28,6 +28,7 @@ from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
 from autoremat.ops.tensors import tensors_in
+from autoremat.options.options import OWN_KEYS
 from autoremat.tools.target import Target, target_of
 from autoremat.torch_private import fake_tensors, frames
 from autoremat.torch_private.dynamo import graph_breaks
@@ -124,6 +125,8 @@ def _stopped(error: Exception, found: bool) -> str:
         hint = ""
         if isinstance(error, fake_tensors.NEEDS_DATA):
             hint = ": outside of compiled graphs the step looks at the values of a tensor, which there are none of"
+        if key := next((key for key in OWN_KEYS if f"unexpected keyword argument '{key}'" in reason), ""):
+            hint = f": {key} is an option, to be given as options={{{key!r}: ...}}"
         raise CaptureError(f"the step cannot be traced without running it{hint} ({reason})") from error
     return f"tracing ended after a graph break, what comes later is missing ({reason})"
 

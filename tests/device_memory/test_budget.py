@@ -97,6 +97,8 @@ def test_a_card_by_name_has_its_data_sheets_memory_and_the_defaults_of_cuda():
     ("keywords", "said"),
     [
         ({"total": "lots"}, "total='lots' is not accepted"),
+        ({"total": "4090"}, "Did you mean 'RTX 4090'. Known cards: GB200"),
+        ({"total": "24"}, 'Did you mean "24GiB"'),
         ({"total": 80}, 'total=80 is 80 bytes, .* Did you mean "80GiB"'),
         ({"total": "auto"}, "needs a model on a CUDA device"),
         ({"others": {"EMA": object()}}, r"others\['EMA'\]=<object .*> is not accepted"),

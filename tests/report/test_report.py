@@ -102,6 +102,12 @@ def test_what_is_no_report_is_a_value_error(text):
         Report.from_json(text)
 
 
+def test_a_plan_file_is_told_from_a_report(tmp_path):
+    report_for(None).plan.save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="a stored plan, not a report"):
+        Report.from_json((tmp_path / "plan.json").read_text())
+
+
 def test_text_has_every_figure_a_person_asks_for():
     report = report_for(16 * SIZE)
     text = f"{report}\n{report.details}"
@@ -236,7 +242,7 @@ def test_gradients_and_operands_are_told_apart():
     gradients, operands, workspace = parts_of_peak(Planner(graph).lowest)
     assert (gradients, operands, workspace) == (("gradients", 600), ("operands of op3", 200), ("workspace of op3", 50))
     assert remedy_for("gradients") == REMEDIES["gradients"]
-    assert "in parts along the rows" in remedy_for("operands of op3")
+    assert 'tiles="auto"' in remedy_for("operands of op3")
 
 
 def test_what_the_model_itself_decides_is_named():

@@ -358,3 +358,8 @@ def test_explaining_leaves_containers_and_buffers_as_they_were():
     assert (model.seen, list(model.recent), dict(model.counts)) == ({1}, [1, 2], {"a": 1})
     step(torch.ones(4, 8)).backward()
     assert model.linear.weight.grad is not None
+
+
+def test_an_option_among_the_arguments_is_told():
+    with pytest.raises(CaptureError, match="memory_budget is an option, to be given as options="):
+        autoremat.explain(nn.Linear(8, 8), torch.randn(4, 8), memory_budget=0.7)

@@ -234,6 +234,14 @@ def datasheet_name(name: str) -> str | None:
     return max(matches, key=len) if matches else None
 
 
+def known_cards(name: str) -> str:
+    """Returns all names of cards, after a question about those that contain ``name``; a text for errors."""
+    wanted = name.replace(" ", "").lower()
+    near = [key for key in DATASHEETS if len(wanted) > 2 and wanted in key.replace(" ", "").lower()]
+    question = f"Did you mean {' or '.join(map(repr, near[:3]))}? " if near else ""
+    return f"{question}Known cards: {', '.join(DATASHEETS)}"
+
+
 def device_memory(name: str) -> int | None:
     """Returns the bytes of the CUDA device ``name`` that torch may use, or None if the device is unknown.
 
