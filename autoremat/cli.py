@@ -338,6 +338,18 @@ def calibrate() -> None:
     click.echo(f"{len(rates.curves)} rates of {rates.device} are stored in {disk_cache.folder('rates')}")
 
 
+@main.command()
+def doctor() -> None:
+    """Say what this machine has of all that autoremat needs; a bug report asks for it."""
+    from autoremat.tools import doctor as tool
+
+    rows = list(tool.findings())
+    width = max(len(name) for _, name, _ in rows)
+    for verdict, name, text in rows:
+        click.echo(f"{verdict:<3}{name:<{width}}  {text}")
+    sys.exit(USAGE if any(verdict == tool.BAD for verdict, _, _ in rows) else 0)
+
+
 # -- what is kept on disk ----------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,17 @@ def require_cpp_compiler(config: dict[str, Any]) -> None:
         get_cpp_compiler()
 
 
+def cpp_compiler() -> str:
+    """Returns the C++ compiler that Inductor would use; empty if none works."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return ""
+
+
 def lacks_cpp_compiler(error: BaseException) -> bool:
     """Returns True if ``error`` is, or wraps, the error of Inductor that no C++ compiler works."""
     from torch._inductor.exc import InvalidCxxCompiler

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from folders import ROOT
 from reports import SIZE, report_for
@@ -228,3 +229,14 @@ def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
     assert ["rates", "1", "files", "512", "B"] in table
     assert "3.50 KiB" in run("cache", "clear").stdout
     assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_the_doctor_names_versions_and_what_is_missing(monkeypatch):
+    done = run("doctor")
+    assert done.exit_code == 0, done.output
+    for word in (torch.__version__, "2.11 to 2.15 are supported", "CUDA card", "cache"):
+        assert word in done.stdout
+    monkeypatch.setattr("autoremat.torch_private.compilers.cpp_compiler", lambda: "")
+    done = run("doctor")
+    assert done.exit_code == 2
+    assert "NO C++ compiler" in done.stdout
