@@ -25,7 +25,7 @@ Small models under budgets on the emulated CUDA card of the tests: an H100 whose
 Triton's interpreter runs. Sizes in KiB. "plan": simulated peak, with workspaces of kernels, which the card does not allocate;
 "replay": peak of the generated code; "measured": peak of the allocator. "fits": measured within a budget that holds.
 Errors: the largest relative error of a gradient, to torch and to the step without a budget. "To torch" is to eager code, and
-for ResNet and experts in 16 bits to eager code in float32: there rounding decides signs of activations and the choice of experts.
+for ResNet and experts in 16 bits to eager code in float32, because rounding decides signs and the choice of experts.
 Budget 0.7: a share of the baseline's peak. Budget "least": one byte, so the smallest plan runs. The same code runs in
 `tests/training/test_emulated_cuda.py`.
 """

@@ -166,8 +166,8 @@ def test_a_report_tells_what_is_stored_moved_and_waited_for(reports):
     plain, asked = reports
     (total,) = asked.stored.totals
     assert (total.form, total.bytes, total.device_bytes) == ("host", asked.host_peak_bytes, 0)
-    text = str(asked)
+    text = str(asked.details)
     assert f"{total.tensors} tensor" in text
-    assert "host" not in str(plain)
+    assert "host" not in str(plain.details)
     assert "tensors in other forms, stalls" in asked.summary() or "tensor in other forms" in asked.summary()
     assert Report.from_json(asked.to_json()) == asked
