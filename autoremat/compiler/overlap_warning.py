@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from autoremat.torch_private.autograd import Packed, backward_node, keeps_graph,
 from autoremat.torch_private.dynamo import number_of_function
 from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.pipelining import infers_metadata
-from autoremat.torch_private.untraced import around_backward, when_dropped
+from autoremat.torch_private.untraced import around_backward
 
 TOLERANCE = 0.01
 """Share of its limit by which a step of several calls may exceed a share of what they need, which is an estimate."""
@@ -90,14 +90,16 @@ class Watched:
         return peak if profile is None or not backward else peak - max(profile.totals) + max(backward)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Open:
-    """An open call of a graph on a device. ``leaves`` are the identities of its parameters."""
+    """An open call. Autograd holds it until its backward has run or cannot run any more."""
 
     graph: Watched
     device: torch.device
     leaves: frozenset[int] = frozenset()
+    """The identities of its parameters."""
     thread: int = field(default_factory=threading.get_ident)
+    """The thread that ran its forward."""
     packed_bytes: int | None = None
     """Bytes that hooks on saved tensors keep in place of these, such as those of ``torch.utils.checkpoint``; None without."""
 
@@ -113,14 +115,10 @@ class _Open:
         return self.held_bytes if self.packed_bytes is not None or known is None else known
 
 
-class _Call:
-    """One call of a graph. It is open until its backward has run or autograd drops this object."""
-
-
-def _ended(call: _Call, watch: Watch, *_: Any) -> None:
+def _ended(present: _Open, watch: Watch, *_: Any) -> None:
     """Ends the call after its backward, as an autograd hook, unless autograd keeps its saved tensors."""
     if not keeps_graph():
-        watch.finish(id(call))
+        watch.finish(present)
 
 
 @dataclass
@@ -158,7 +156,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.active = False
-        self.open: dict[int, _Open] = {}
+        self.open: weakref.WeakValueDictionary[int, _Open] = weakref.WeakValueDictionary()
         self.graphs: weakref.WeakSet[Watched] = weakref.WeakSet()
         self.gradients = StepGradients()
         self.shared = SharedStep()
@@ -178,15 +176,16 @@ class Watch:
         node = backward_node(outputs, args)
         if node is not None:
             if present is not None:
-                call, packed_bytes = _Call(), None if packed is None else packed.kept_bytes(args)
-                self.open[id(call)] = replace(present, packed_bytes=packed_bytes)
-                when_dropped(call, self.close, id(call))
-                around_backward(node, ends=partial(_ended, call, self))
+                present.packed_bytes = None if packed is None else packed.kept_bytes(args)
+                self.open[id(present)] = present
+                around_backward(node, ends=partial(_ended, present, self))
             graph.follow(node, args, packed)
         return outputs
 
     def _begin(self, graph: Watched, args: tuple[Any, ...]) -> _Open:
         """Judges a call of ``graph`` that begins."""
+        if not self.open:
+            self.shared = SharedStep()
         leaves = leaves_of(args)
         present = _Open(graph, _device_of(args), frozenset(map(id, leaves)))
         self.judge(present, graph.report.peak_bytes)
@@ -195,26 +194,20 @@ class Watch:
             self.shared.note(graph, _earlier(present, self._beside(present)))
         return present
 
-    def finish(self, call: int) -> None:
-        """Judges the backward that ends the call with this identity, and closes the call."""
-        present = self.open.get(call)
-        self.close(call)
-        if present is None or not self.active:
+    def finish(self, present: _Open) -> None:
+        """Closes the call ``present`` after its backward, which is judged. Without open calls, the step has ended."""
+        if self.open.pop(id(present), None) is None:
             return
         self.judge(present, present.graph.backward_peak_bytes)
         self.gradients.note_backward(present.leaves)
-        if not self.open:  # a call without a backward, as of an evaluation, is no step
-            self.active = any(map(self._may_exceed, self.graphs))
-
-    def close(self, call: int) -> None:
-        """Closes the call with this identity, which holds no memory any more. Without open calls, the step has ended."""
-        if self.open.pop(call, None) is not None and not self.open:
-            step, self.shared = self.shared, SharedStep()
-            step.judge()
+        if not self.open:
+            self.shared.judge()
+            self.active = self.active and any(map(self._may_exceed, self.graphs))
 
     def _beside(self, present: _Open) -> list[_Open]:
         """Returns the open calls of the thread and the device of ``present``."""
-        return [one for one in list(self.open.values()) if (one.device, one.thread) == (present.device, present.thread)]
+        found = [one for reference in self.open.valuerefs() if (one := reference()) is not None]
+        return [one for one in found if (one.device, one.thread) == (present.device, present.thread)]
 
     def _may_exceed(self, graph: Watched) -> bool:
         """Returns True if the gradients of all watched graphs together could bring ``graph`` over its budget."""

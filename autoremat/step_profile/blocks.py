@@ -170,12 +170,10 @@ class CompiledBlocks(Shown):
             return self._planned(block, *args, **kwargs)
 
     def _gives_way(self, number: int | None, error: Exception) -> bool:
-        """Plans again with higher peaks for the graphs of a block whose generated code does not fit its share.
+        """Plans again with peaks higher by the excess for the graphs of a block whose generated code does not fit its share.
 
-        The peaks rise by the excess of the code.
-
-        Returns False if that was done too often, or if the code decides nothing. Raises ``BudgetInfeasible`` for the whole step
-        if no choice of plans is left. Under a share of the reference peak, the code runs as it is instead.
+        Returns False if the code decides nothing. Raises ``BudgetInfeasible`` for the whole step if no choice of plans is left,
+        or after too many tries. Under a share of the reference peak, the code runs as it is instead.
         """
         infeasible = find_cause(error, BudgetInfeasible)
         if self._profile is None or infeasible is None or number is None or self._options.compiler != "inductor":
@@ -187,25 +185,24 @@ class CompiledBlocks(Shown):
         try:
             if self._given_way > MOST_GIVEN_WAY:
                 raise infeasible
-            higher = share_out(self._profile.step.with_higher_peaks(number, excess), self._profile.budget_bytes)
+            found = share_out(self._profile.step.with_higher_peaks(number, excess), self._profile.budget_bytes)
+            found = replace(found, device_ledger=self._profile.device_ledger)
         except BudgetInfeasible:
             if self._must_fit:
                 raise
-            self._use(replace(self._profile, must_fit=False))
-            return True
-        self._use(replace(higher, device_ledger=self._profile.device_ledger))
+            found = replace(self._profile, must_fit=False)
+        self._use(found)
         return True
 
     def _may_plan(self, first: FirstSteps) -> bool:
         """Returns True if the step is measured; it is then planned."""
         if first.has_ended and first.moments_found is None:
             first.settle()
-        if first.moments_found is None:
-            return False
-        with status_if_slow("planning the blocks", shown=self._options.progress):
-            now("sharing out the budget")
-            self._plan(step_of(first, first.moments_found, self.variants))
-        return True
+        if first.moments_found is not None:
+            with status_if_slow("planning the blocks", shown=self._options.progress):
+                now("sharing out the budget")
+                self._plan(step_of(first, first.moments_found, self.variants))
+        return first.moments_found is not None
 
     def _plan(self, found: Step) -> None:
         """Divides the budget of the options among the graphs of the measured step."""
@@ -269,24 +266,20 @@ class _Call:
 
 def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the blocks, each once. Raises ``OptionsError`` for anything that is no container of modules."""
-    forms = "an nn.ModuleList, an nn.Sequential or a list of modules"
-    if isinstance(blocks, nn.ModuleDict):
-        blocks = list(blocks.values())
-    if not isinstance(blocks, Iterable):
-        raise OptionsError(f"`blocks` is a {type(blocks).__name__}. Accepted: {forms}")
-    found = list(blocks)
-    if not found or not all(isinstance(block, nn.Module) for block in found):
-        wrong = next((type(block).__name__ for block in found if not isinstance(block, nn.Module)), None)
-        raise OptionsError(f"`blocks` {'is empty' if wrong is None else f'has a {wrong}'}. Accepted: {forms}")
-    found = list({id(block): block for block in found}.values())
-    numbers = {id(block): number for number, block in enumerate(found)}
-    for number, block in enumerate(found):
+    given = blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [blocks]
+    wrong = next((type(block).__name__ for block in found if not isinstance(block, nn.Module)), None)
+    if not found or wrong is not None or not isinstance(given, Iterable):
+        is_what = "is empty" if not found else f"has a {wrong}" if wrong else f"is a {type(blocks).__name__}"
+        raise OptionsError(f"`blocks` {is_what}. Accepted: an nn.ModuleList, an nn.Sequential or a list of modules")
+    numbers = {block: number for number, block in enumerate(dict.fromkeys(found))}
+    for block, number in numbers.items():
         if autograd.is_optimized(block):
             raise OptionsError(f"block {number} is a result of torch.compile: pass the module that it compiles")
-        inner = next((numbers[id(part)] for part in block.modules() if part is not block and id(part) in numbers), None)
+        inner = next((numbers[part] for part in block.modules() if part is not block and part in numbers), None)
         if inner is not None:
             raise OptionsError(f"block {number} contains block {inner}: a block is compiled as a whole, so pass one of them")
-    return found
+    return list(numbers)
 
 
 def _warn_of_recompilation() -> None:

@@ -41,20 +41,15 @@ class FirstSteps(Recording):
     def __init__(self, options: Options, has_gradients: Callable[[], bool]) -> None:
         super().__init__(options)
         self.has_gradients = has_gradients
-        self.passes_of_a_step = 2 if options.accumulate else 1
         self.moments_found: list[Moment] | None = None
         self.is_traced = False
         """True once a step has run in which the graphs were traced."""
-        self.disturbed = 0
-        """Number of measured steps in which a graph was compiled."""
-        self.all_passes = 0
-        """Number of backward passes since the first step."""
-        self.passes = 0
-        """Number of backward passes in the recorded step."""
+        self.disturbed = self.passes = self.all_passes = 0
+        """Numbers of measured steps in which a graph was compiled, and of backward passes in this step and in all."""
         self.waiting: set[int] = set()
         """The calls that wait for their backward."""
-        self._before_update: RemovableHandle | None = None
         self.in_pass = self.has_ended = self.compiles = False
+        self._before_update: RemovableHandle | None = None
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """Returns ``gm`` as :meth:`Recording.compile` does. A step in which this happens is measured again."""
@@ -68,9 +63,11 @@ class FirstSteps(Recording):
         region is open. At its end torch would write into the memory of the first profiler, because the second one runs.
         """
         if active_interceptor() is self and self.moments_found is None:
-            was_measured = False
-            if self.has_ended or self._is_abandoned():
-                was_measured = self.meter is not None
+            # Abandoned are calls that have had no backward, or one that failed, if none can follow.
+            none_follows = bool(self.calls) and not self.waiting and autograd.backward_number() is None
+            ends = self.has_ended or (none_follows and (self.in_pass or not self.passes))
+            was_measured = ends and self.meter is not None
+            if ends:
                 self.settle()
             if not self.calls and not was_measured:
                 self._begin()
@@ -108,25 +105,14 @@ class FirstSteps(Recording):
             self._before_update.remove()
             self._before_update = None
         if meter is not None:
-            with contextlib.suppress(RuntimeError) if not is_complete else contextlib.nullcontext():
+            with contextlib.nullcontext() if is_complete else contextlib.suppress(RuntimeError):
                 meter.__exit__(None, None, None)
-        if is_complete and meter is None:
-            self.is_traced = True
-        elif is_complete and meter is not None:
-            self.disturbed += self.compiles
-            if not self.compiles or self.disturbed > MOST_DISTURBED:
+            self.disturbed += is_complete and self.compiles
+            if is_complete and (not self.compiles or self.disturbed > MOST_DISTURBED):
                 self.leave_out_other_devices()
                 self.moments_found = self.moments(meter.readings[: len(self.events) + 1])
                 return
-        self._restart()
-
-    def _is_abandoned(self) -> bool:
-        """Returns True if the recorded calls have had no backward, or one that failed, and none can follow."""
-        if not self.calls or self.waiting or autograd.backward_number() is not None:
-            return False
-        return self.in_pass or not self.passes
-
-    def _restart(self) -> None:
+        self.is_traced = self.is_traced or (is_complete and meter is None)
         self.start(None)
         self.waiting.clear()
         self.passes = 0
@@ -169,7 +155,7 @@ class FirstSteps(Recording):
                 self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        if not self.waiting and self.passes >= self.passes_of_a_step:
+        if not self.waiting and self.passes >= (2 if self.options.accumulate else 1):
             self.has_ended = True
             if self.meter is not None:
                 self.meter.mark()

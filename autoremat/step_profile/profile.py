@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -158,10 +159,6 @@ def _free_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _keep_gradient(_: torch.Tensor) -> None:
-    pass
-
-
 def _backward(loss: torch.Tensor, parameters: list[nn.Parameter], frees_gradients: bool) -> None:
     """Runs the backward of ``loss`` and restores the gradients of all leaves and ``parameters``.
 
@@ -177,7 +174,7 @@ def _backward(loss: torch.Tensor, parameters: list[nn.Parameter], frees_gradient
     for tensor in receiving:
         tensor.grad = None
     try:
-        with autograd.hooks_replaced(receiving, _free_gradient if frees_gradients else _keep_gradient):
+        with autograd.hooks_replaced(receiving, _free_gradient if frees_gradients else lambda _: None):
             loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for tensor, gradient in zip(receiving, before, strict=True):
@@ -186,17 +183,12 @@ def _backward(loss: torch.Tensor, parameters: list[nn.Parameter], frees_gradient
 
 def _modules_of(function: Any) -> list[nn.Module]:
     """Returns the modules that ``function`` is, is bound to, closes over or names as globals."""
-    if isinstance(function, functools.partial):
-        return [m for part in (function.func, *function.args, *function.keywords.values()) for m in _modules_of(part)]
     if isinstance(function, nn.Module):
         return [function]
-    found = [getattr(function, "__self__", None)]
-    code, around = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    found += [around.get(name) for name in code.co_names] if code is not None else []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    return [value for value in found if isinstance(value, nn.Module)]
+    held = frames.parts_of(function)
+    if isinstance(function, functools.partial | MethodType):
+        return [module for part in held for module in _modules_of(part)]
+    return [part for part in held if isinstance(part, nn.Module)]
 
 
 def _holds_compiled(function: Any) -> bool:
@@ -225,13 +217,12 @@ def _undone(function: Any) -> Iterator[None]:
 
 def step_of(taken: Recording, moments: Sequence[Moment], variants: int) -> Step:
     """Returns the recorded step without the graphs that have no choice of plans."""
-    callers = taken.callers
-    calls = Counter(taken.calls)
-    profiled = {number: taken.graphs[number].profiled() for number in {caller.graph for caller in callers}}
+    callers, calls = taken.callers, Counter(taken.calls)
+    in_step = {number: one.planned.in_step(one.key) for number, one in enumerate(taken.graphs) if one.planned is not None}
     number_of = {graph: number for number, graph in enumerate(dict.fromkeys(caller.graph for caller in callers))}
     begun = ((event.backward, taken.calls[event.call].graph) for event in taken.events if event.begins)
     return Step(
-        graphs=tuple(replace(profiled[caller.graph], calls=calls[caller], block=caller.block) for caller in callers),
+        graphs=tuple(replace(in_step[caller.graph], calls=calls[caller], block=caller.block) for caller in callers),
         moments=tuple(moments),
         order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
         device=str(taken.device),

@@ -26,7 +26,6 @@ from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment
-from autoremat.planner.multigraph.step import StepGraph
 from autoremat.request.budgets import request_of_recording
 from autoremat.request.surroundings import current_block
 from autoremat.step_profile.meter import Meter, Reading
@@ -51,11 +50,6 @@ class RecordedGraph:
         """Bytes that a call saves under the plan that ran."""
         assert self.planned is not None
         return point_of(self.planned.plan, self.planned.priced.kept_inputs).saved_bytes
-
-    def profiled(self) -> StepGraph:
-        """Returns the facts about the graph that the ledger of the step needs, for a single call."""
-        assert self.planned is not None
-        return self.planned.in_step(self.key)
 
 
 class Caller(NamedTuple):
