@@ -20,7 +20,7 @@ from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.planner.cost.device import Device
 from autoremat.planner.cost.links import Interconnect, Links, LinkSource
-from autoremat.planner.cost.rates import CostSource, Pricing, Rate, Rates, Work
+from autoremat.planner.cost.rates import Pricing, Rate, Rates, Work
 from autoremat.planner.graph.machine import Machine
 from autoremat.planner.graph.op import Op
 from autoremat.torch_private import compilers
@@ -49,7 +49,7 @@ class Pricer:
         self.prices, self.sheet, self.fuses = prices, sheet, fuses
         self.measured = prices.others or (None if prices.cost_model == ROOFLINE else rates_of(device))
         self.rates: Rates | Device = self.measured or sheet
-        self.sources: list[tuple[float, CostSource]] = []
+        self.total_seconds = self.calibrated_seconds = 0.0
         self.links: set[Interconnect] = set()
 
     def price(self, node: fx.Node, op: Op) -> Op:
@@ -67,7 +67,8 @@ class Pricer:
             seconds = max(seconds, link.seconds(call.sent_bytes, call.steps))
             is_calibrated = link.source is not LinkSource.ASSUMED
             self.links.add(link)
-        self.sources.append((seconds, CostSource.CALIBRATED if is_calibrated else CostSource.ASSUMED))
+        self.total_seconds += seconds
+        self.calibrated_seconds += seconds if is_calibrated else 0.0
         return replace(op, seconds=seconds, memory_bound_seconds=traffic)
 
     def _fused(self, node: fx.Node, work: Work) -> tuple[float, float]:
@@ -87,7 +88,9 @@ class Pricer:
     def pricing(self) -> Pricing:
         """Returns a summary of the cost sources of all ops."""
         shown = sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in self.links})
-        return Pricing.of(ROOFLINE if self.measured is None else self.prices.cost_model, self.sources, ", ".join(shown))
+        calibrated = self.calibrated_seconds / self.total_seconds if self.total_seconds else 0.0
+        cost_model = ROOFLINE if self.measured is None else self.prices.cost_model
+        return Pricing(cost_model, calibrated, 1.0 - calibrated, ", ".join(shown))
 
 
 def identity(cost_model: str, device: torch.device) -> str:

@@ -20,6 +20,7 @@ A pointwise op reads no more elements of a tensor than it makes, such as a gathe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from autoremat.planner.cost.fused_traffic import LARGEST_TYPE_RATIO
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.schedule import Recent, Schedule
+from autoremat.planner.graph.schedule import Schedule, recent
 from autoremat.planner.memory.fusion import fusion_in
 
 ROUNDING = 1e-9
@@ -36,18 +37,16 @@ ROUNDING = 1e-9
 
 def durations(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
     """Returns the seconds of each execution of ``schedule``. They do not depend on its stays."""
-    return graph.derived(_recent).of(schedule) if graph.machine.fuses else _alone(graph, schedule)
+    return graph.derived(_recent)(schedule.without_stays) if graph.machine.fuses else _alone(graph, schedule)
 
 
-def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
-    return Recent(graph, _of_kernels)
+def _recent(graph: Graph) -> Callable[[Schedule], NDArray[np.float64]]:
+    def of_kernels(schedule: Schedule) -> NDArray[np.float64]:
+        found = _Kernels(graph, schedule).seconds(_alone(graph, schedule))
+        found.setflags(write=False)  # callers share it
+        return found
 
-
-def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
-    """Returns the seconds of each execution as fused, which callers share and do not change."""
-    found = _Kernels(graph, schedule).seconds(_alone(graph, schedule))
-    found.setflags(write=False)
-    return found
+    return recent(of_kernels)
 
 
 def _alone(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:

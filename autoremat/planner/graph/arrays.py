@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Inlining, Kind
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-KINDS = ("pointwise", "reduction", "extern")
+KINDS = (Kind.POINTWISE, Kind.REDUCTION, Kind.EXTERN)
 POINTWISE, REDUCTION, EXTERN = range(3)
 
 
@@ -36,61 +36,24 @@ class ValuesOfOps:
 
 
 class GraphArrays:
-    """The facts about ``graph`` that the simulator reads, as arrays."""
+    """The facts about ``graph`` that the simulator reads, as arrays or lists with an entry for each op or value."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-
-    @cached_property
-    def inputs(self) -> ValuesOfOps:
-        """The inputs of each op that some op computes."""
-        return ValuesOfOps(self.graph.computed_inputs)
-
-    @cached_property
-    def given(self) -> list[tuple[int, ...]]:
+        ops, values = graph.ops, graph.values
+        self.inputs, self.outputs = ValuesOfOps(graph.computed_inputs), ValuesOfOps(graph.made)
+        """The inputs of each op that some op computes, and its outputs."""
+        self.given = [tuple(-1 - v for v in op.inputs if values[v].producer is None) for op in ops]
         """The inputs of each op that no op computes (inputs of the step and tangents), as negative numbers: -1 - value."""
-        values = self.graph.values
-        return [tuple(-1 - v for v in op.inputs if values[v].producer is None) for op in self.graph.ops]
-
-    @cached_property
-    def outputs(self) -> ValuesOfOps:
-        """The outputs of each op."""
-        return ValuesOfOps(self.graph.made)
-
-    @cached_property
-    def kinds(self) -> Numbers:
-        """The kind of each op: ``POINTWISE``, ``REDUCTION`` or ``EXTERN``."""
-        return np.array([KINDS.index(op.kind.value) for op in self.graph.ops], dtype=np.int64)
-
-    @cached_property
-    def ends_pass(self) -> list[bool]:
-        """For each op, True if what depends on its result runs in a later kernel (``Op.ends_pass``)."""
-        return [op.ends_pass for op in self.graph.ops]
-
-    @cached_property
-    def in_place(self) -> Flags:
-        """For each op, True if its result may reuse the buffer of an input (``Op.in_place``)."""
-        return np.array([bool(op.in_place) for op in self.graph.ops], dtype=np.bool_)
-
-    @cached_property
-    def never_inlined(self) -> Flags:
-        """For each op, True if its result is never inlined into readers (``Inlining.NEVER``)."""
-        return np.array([op.inlining.value == "never" for op in self.graph.ops], dtype=np.bool_)
-
-    @cached_property
-    def inlined_once(self) -> list[bool]:
-        """For each op, True if its result is inlined into a single reader only (``Inlining.ONCE``)."""
-        return [op.inlining.value == "once" for op in self.graph.ops]
-
-    @cached_property
-    def value_bytes(self) -> Numbers:
-        """Bytes of each value."""
-        return np.array([value.bytes for value in self.graph.values], dtype=np.int64)
-
-    @cached_property
-    def workspace_bytes(self) -> Numbers:
-        """Workspace bytes of each op."""
-        return np.array([op.workspace_bytes for op in self.graph.ops], dtype=np.int64)
+        self.kinds: Numbers = np.array([KINDS.index(op.kind) for op in ops], dtype=np.int64)
+        """``POINTWISE``, ``REDUCTION`` or ``EXTERN``."""
+        self.ends_pass = [op.ends_pass for op in ops]
+        """True if what depends on the op's result runs in a later kernel."""
+        self.in_place: Flags = np.array([bool(op.in_place) for op in ops], dtype=np.bool_)
+        """True if the op's result may reuse the buffer of an input."""
+        self.never_inlined: Flags = np.array([op.inlining is Inlining.NEVER for op in ops], dtype=np.bool_)
+        self.inlined_once = [op.inlining is Inlining.ONCE for op in ops]
+        self.value_bytes: Numbers = np.array([value.bytes for value in values], dtype=np.int64)
+        self.workspace_bytes: Numbers = np.array([op.workspace_bytes for op in ops], dtype=np.int64)
 
 
 def arrays_of(graph: Graph) -> GraphArrays:

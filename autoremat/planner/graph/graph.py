@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import networkx
 
-from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.graph.machine import Calls, Machine
 from autoremat.planner.graph.op import Op, Role, Trait, Value
 
@@ -271,19 +270,6 @@ class Graph:
                 edges = ((value.producer, reader) for reader in self.readers[number])
                 directed.add_edges_from(edges, value=number, bytes=value.bytes)
         return directed
-
-    def dump(self) -> str:
-        """Returns the graph as text with a line per op, for golden tests and for reading."""
-        lines = []
-        for index, op in enumerate(self.ops):
-            made = ", ".join(f"%{v}:{format_bytes(self.values[v].bytes)}" for v in op.outputs)
-            read = ", ".join(f"%{v}" for v in op.inputs)
-            phase = "fwd" if op.forward else "bwd"
-            traits = f" [{op.traits.name}]" if op.traits and op.traits.name else ""
-            lines.append(
-                f"{index:>4} {phase} {made or '()'} = {op.target}({read}) {format_seconds(op.seconds)} {op.kind.value}{traits}"
-            )
-        return "\n".join(lines)
 
 
 def _lists_of_networkx(directed: networkx.DiGraph[Any]) -> tuple[list[float], list[int], list[tuple[int, int]]]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Generic, TypeVar
+from functools import cached_property, lru_cache
+from typing import TypeVar
 
 from autoremat.planner.graph.forms import Form
 from autoremat.planner.graph.graph import Graph
 
 T = TypeVar("T")
 
-REMEMBERED = 4
-"""Number of schedules: those that a search builds together, before it chooses stays for them."""
+RECENT = 4
+"""Number of schedules that a search builds together, before it chooses stays for them."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Schedule:
     def sequence(self) -> tuple[int, ...]:
         """All executions of the step in sequence."""
         return self.forward + self.backward
+
+    @property
+    def without_stays(self) -> Schedule:
+        """The executions alone."""
+        return Schedule(self.forward, self.backward) if self.stays else self
 
     def recomputed(self, graph: Graph) -> tuple[int, ...]:
         """Returns the executions of forward ops after their first one, in sequence.
@@ -212,21 +217,6 @@ def build_schedule(graph: Graph, saved: Collection[int], segments: Segments | No
     return Schedule(tuple(sorted(forward)), backward)
 
 
-class Recent(Generic[T]):
-    """The results of ``compute`` for the last few schedules of ``graph``, for which a search asks again soon.
-
-    It must not depend on their stays.
-    """
-
-    def __init__(self, graph: Graph, compute: Callable[[Graph, Schedule], T]) -> None:
-        self.graph, self.compute = graph, compute
-        self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], T] = {}
-
-    def of(self, schedule: Schedule) -> T:
-        """Returns the result for ``schedule``, without its stays."""
-        key = schedule.forward, schedule.backward
-        if key not in self.known:
-            if len(self.known) == REMEMBERED:
-                del self.known[next(iter(self.known))]
-            self.known[key] = self.compute(self.graph, Schedule(*key) if schedule.stays else schedule)
-        return self.known[key]
+def recent(compute: Callable[[Schedule], T]) -> Callable[[Schedule], T]:
+    """Returns ``compute`` with its results for the last few schedules, for which a search asks again soon."""
+    return lru_cache(RECENT)(compute)

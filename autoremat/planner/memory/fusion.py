@@ -25,14 +25,14 @@ inputs are freed after it ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, REDUCTION, Flags, Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.schedule import Recent, Schedule
+from autoremat.planner.graph.schedule import Schedule, recent
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 
@@ -55,11 +55,11 @@ class Fused:
 
 def fusion_in(graph: Graph, schedule: Schedule) -> Fused:
     """Returns the fusion of ``schedule`` without its stays. The last few are remembered."""
-    return graph.derived(_recent).of(schedule)
+    return graph.derived(_recent)(schedule.without_stays)
 
 
-def _recent(graph: Graph) -> Recent[Fused]:
-    return Recent(graph, lambda graph, schedule: Fused.of(Buffers(graph, schedule)))
+def _recent(graph: Graph) -> Callable[[Schedule], Fused]:
+    return recent(lambda schedule: Fused.of(Buffers(graph, schedule)))
 
 
 def live_ranges_with_fusion(found: Fused) -> LiveRanges:

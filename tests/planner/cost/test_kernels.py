@@ -19,9 +19,7 @@ from autoremat.planner.cost.rates import (
     FLOP_RATES,
     Attention,
     AttentionKernel,
-    CostSource,
     Curve,
-    Pricing,
     Product,
     Rate,
     Rates,
@@ -260,9 +258,3 @@ DAMAGES = ({"device": None, "curves": []}, {"launch_seconds": -1}, {"curves": {"
 def test_broken_rates_are_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011  # whatever is wrong, callers measure again
         Rates.from_json(text)
-
-
-def test_shares_of_a_step_add_up():
-    pricing = Pricing.of("calibrated", [(3.0, CostSource.CALIBRATED), (0.5, CostSource.CALIBRATED), (0.5, CostSource.ASSUMED)])
-    assert pricing == Pricing("calibrated", 0.875, 0.125)
-    assert Pricing.of("roofline", []) == Pricing("roofline", 0.0, 1.0)
