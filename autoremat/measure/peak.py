@@ -8,15 +8,13 @@ On a CPU, the figure comes from torch's allocator events, which `torch.profiler`
 own counters. These count whole blocks of the device: a multiple of 512 bytes, and for a tensor of more than 1 MiB at most 1 MiB
 above that. Neither figure includes memory from other sources, such as oneDNN's scratch memory or thread stacks.
 
-A process's first CPU tracker sets a variable of the environment and takes the standard error while it starts: not while its
-block runs.
+Torch warns once in a process, "Memory block of unknown size", of tensors that are older than the block. They do not count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -29,14 +27,8 @@ from torch.autograd.profiler import profile
 Timeline = tuple[tuple[float, int], ...]
 """(seconds since the start, bytes above the start) after each allocation and release, in order of time."""
 
-STDERR = 2
-"""The descriptor to which C++ prints warnings."""
-
 KINETO_SILENT = "6"
 """The value of `KINETO_LOG_LEVEL` above the level of all of kineto's messages, including its "profiler_start" lines."""
-
-UNKNOWN_BLOCK = b"Memory block of unknown size was allocated before the profiling started"
-"""A warning of torch, printed at the first release of an older tensor in a process. It says nothing about the peak."""
 
 MARK = "autoremat::mark"
 """The name of events that divide a CPU timeline."""
@@ -134,11 +126,9 @@ class CpuTracker(PeakTracker):
                 "`track_peak` on a CPU cannot start inside another profiler or another `track_peak`, which would lose "
                 "its events. End that one first, or track them one after the other."
             )
-        older = torch.empty(1)
         self._profile = profile(use_kineto=True, profile_memory=True)
         with _kineto_silenced():
             self._profile.__enter__()  # type: ignore[no-untyped-call]
-        _use_up_the_warning(older)
 
     def _stop(self) -> tuple[int, Timeline]:
         interrupted = not _profiler_enabled()
@@ -161,7 +151,7 @@ class CpuTracker(PeakTracker):
 @contextlib.contextmanager
 def _kineto_silenced() -> Iterator[None]:
     """Suppresses kineto's messages at each start and stop. Kineto reads the level once: while the first profile starts."""
-    if _used_up or "KINETO_LOG_LEVEL" in os.environ:
+    if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
     os.environ["KINETO_LOG_LEVEL"] = KINETO_SILENT
@@ -169,30 +159,6 @@ def _kineto_silenced() -> Iterator[None]:
         yield
     finally:
         del os.environ["KINETO_LOG_LEVEL"]
-
-
-_used_up: list[bool] = []
-"""Not empty once torch has had its occasion for the warning ``UNKNOWN_BLOCK``."""
-
-
-def _use_up_the_warning(older: Any) -> None:
-    """Frees ``older``, made before the profile, at the first call in a process, and drops the warning that torch then prints.
-
-    Whatever else reaches the standard error meanwhile, such as lines of other threads, is printed afterwards.
-    """
-    if _used_up:
-        return
-    _used_up.append(True)
-    with contextlib.suppress(OSError), tempfile.TemporaryFile() as kept:  # OSError: the process has no standard error
-        shown = os.dup(STDERR)
-        os.dup2(kept.fileno(), STDERR)
-        try:
-            older.set_()
-        finally:
-            os.dup2(shown, STDERR)
-            os.close(shown)
-        kept.seek(0)
-        os.write(STDERR, b"".join(line for line in kept if UNKNOWN_BLOCK not in line))
 
 
 def _events(roots: Iterable[Any]) -> Iterator[Any]:
