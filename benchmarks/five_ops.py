@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import autoremat
+from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.partitioning import rewrite
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import plan_graph
@@ -26,7 +27,7 @@ from autoremat.compiler.reference import plan_without_us
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.tools.explain import Preview, previews
+from autoremat.tools.explain import previews
 from autoremat.torch_private import compilers, inductor_lowering
 
 OPTIONS = {"memory_budget": 0.85, "cost_model": "roofline"}
@@ -67,10 +68,10 @@ def stages() -> Stages:
     """Returns the results of the first five stages, without a run and without generated code."""
     model = five_ops()
 
-    def look(preview: Preview) -> Stages:
-        joint = copy.deepcopy(preview.priced.joint.module.graph)  # rewriting consumes it
-        planned = plan_graph(preview.priced)
-        _, torchs = plan_without_us(preview.priced, planned.planner)
+    def look(priced: PricedGraph) -> Stages:
+        joint = copy.deepcopy(priced.joint.module.graph)  # rewriting consumes it
+        planned = plan_graph(priced)
+        _, torchs = plan_without_us(priced, planned.planner)
         (forward, backward), _ = rewrite(planned)
         (returned,) = forward.graph.find_nodes(op="output")
         saved = [node.name for node in returned.args[0] if node is not None and node.op == "call_function"]

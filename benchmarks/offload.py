@@ -186,7 +186,7 @@ def captured(build: Callable[[], Step]) -> Graph:
     with torch.device("meta"):
         function, inputs = build()
     options = Options.parse({"progress": False}, None, compilers.inductor_config_names)
-    found, _ = previews(function, inputs, {}, options, DEVICE, lambda preview: preview.priced.graph)
+    found, _ = previews(function, inputs, {}, options, DEVICE, lambda priced: priced.graph)
     return max(found, key=lambda graph: len(graph.ops))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,34 +32,6 @@ T = TypeVar("T")
 
 NEAR = 0.05
 """Share of the minimum peak by which a budget may exceed it and still need generated code to decide."""
-
-
-@dataclass(frozen=True)
-class Preview:
-    """One joint graph of a step, captured and priced as by the backend."""
-
-    priced: PricedGraph
-
-    def report(self) -> Report:
-        """Returns the report of the plan, with the least peak found. Raises ``BudgetInfeasible`` as the backend does."""
-        planned = plan_graph(self.priced)
-        report, planner = planned.report, planned.planner
-        known = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
-        if planned.plan_file is not None or known or report.max_slowdown is not None:
-            return report
-        planner.restart()
-        least = min(planner.lowest.peak_bytes, report.minimum_peak_bytes)
-        return replace(report, smallest_peak_bytes=least, minimum_is_searched=True)
-
-    def report_and_doubt(self) -> tuple[Report, bool]:
-        """Returns the report, and True if only generated code can tell that the budget suffices.
-
-        Raises ``BudgetInfeasible``.
-        """
-        report, request = self.report(), self.priced.problem.request
-        budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
-        tight = budget is not None and budget < (1 + NEAR) * least and not request.limits.takes_whole_reference
-        return report, tight and request.must_fit and self.priced.problem.decided_by_code
 
 
 def explain(
@@ -126,7 +98,7 @@ def explain_by(
     """Returns the result of :func:`explain` for parsed options."""
     device = card_of(options) if device is None else device
     if not lower:
-        found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report_and_doubt)
+        found, notes = previews(model_or_fn, args, kwargs, options, device, _report_and_doubt)
         lower = any(doubtful for _, doubtful in found)
         reports = [report for report, _ in found]
     if lower:
@@ -141,13 +113,30 @@ def explain_by(
     return dataclasses.replace(reports[main], notes=(*own[main], *notes), others=others)
 
 
+def _report_and_doubt(priced: PricedGraph) -> tuple[Report, bool]:
+    """Returns the report of the plan with the least peak found, and True if only generated code can tell that the budget holds.
+
+    Raises ``BudgetInfeasible`` as the backend does.
+    """
+    planned, problem = plan_graph(priced), priced.problem
+    report, planner = planned.report, planned.planner
+    known = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
+    if planned.plan_file is None and not known and report.max_slowdown is None:
+        planner.restart()
+        smallest = min(planner.lowest.peak_bytes, report.minimum_peak_bytes)
+        report = replace(report, smallest_peak_bytes=smallest, minimum_is_searched=True)
+    budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
+    tight = budget is not None and budget < (1 + NEAR) * least and not problem.request.limits.takes_whole_reference
+    return report, tight and problem.request.must_fit and problem.decided_by_code
+
+
 def previews(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Options,
     device: str | torch.device | None,
-    look: Callable[[Preview], T],
+    look: Callable[[PricedGraph], T],
 ) -> tuple[list[T], tuple[str, ...]]:
     """Returns the results of ``look`` for the step's graphs that train (at least one, in sequence), and notes on the tracing.
 
@@ -162,7 +151,7 @@ def previews(
 
 
 def preview_visitor(
-    options: Options, target: Target, resident_bytes: int, look: Callable[[Preview], T]
+    options: Options, target: Target, resident_bytes: int, look: Callable[[PricedGraph], T]
 ) -> CapturedVisitor[T | None]:
     """Returns the visitor that traces and prices the joint graph of each graph for ``target`` and passes it to ``look``."""
 
@@ -182,7 +171,7 @@ def preview_visitor(
         found: list[T] = []
 
         def look_at(priced: PricedGraph) -> None:
-            found.append(look(Preview(priced)))
+            found.append(look(priced))
 
         now("tracing forward and backward")
         with tracing_to(look_at, problem) as partitioner, target.tracing():

@@ -12,11 +12,12 @@ from autoremat.basics.checks import options_of
 from autoremat.basics.errors import OptionsError, OptionWarning, PlanInvalid
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.warn import warn_user
+from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.reference import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.pareto_front import TORCH, Pareto, Point, our_points, point_of, policy_points
-from autoremat.tools.explain import Preview, previews
+from autoremat.tools.explain import previews
 from autoremat.torch_private import compilers, fake_tensors
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))
@@ -55,10 +56,10 @@ def pareto(
             raise OptionsError(f"{name} has no meaning for pareto, which compares many plans: leave it out of the options")
     parsed = replace(Options.parse(options, None, compilers.inductor_config_names), memory_budget=None)
 
-    def look(preview: Preview) -> Pareto:
-        graph = _without_traffic(preview.priced.graph)
-        ours = our_points(graph, points, parsed.time_limit, preview.priced.problem.request.limits.host_bytes)
-        return Pareto([*ours, *policy_points(graph), *_points_of_torch(preview, torch_budgets)])
+    def look(priced: PricedGraph) -> Pareto:
+        graph = _without_traffic(priced.graph)
+        ours = our_points(graph, points, parsed.time_limit, priced.problem.request.limits.host_bytes)
+        return Pareto([*ours, *policy_points(graph), *_points_of_torch(priced, torch_budgets)])
 
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = previews(model_or_fn, args, kwargs, parsed, device, look)
@@ -70,13 +71,13 @@ def _without_traffic(graph: Graph) -> Graph:
     return replace(graph, machine=replace(graph.machine, saving_seconds_per_byte=0.0))
 
 
-def _points_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[Point]:
+def _points_of_torch(priced: PricedGraph, shares: Sequence[float]) -> Iterator[Point]:
     """Yields torch's partitions of the joint graph at these budgets, each with torch's sequence of ops.
 
     A partition that the simulator cannot follow, for instance with a random state that torch replays, is left out with a
     ``OptionWarning``.
     """
-    captured, joint = preview.priced.captured, preview.priced.joint
+    captured, joint = priced.captured, priced.joint
     captured = replace(captured, graph=_without_traffic(captured.graph))
     for share in shares:
         halves = fake_tensors.partition_for(share, captured.joint, joint.inputs, joint.keywords)

@@ -51,7 +51,7 @@ def step(x: torch.Tensor) -> torch.Tensor:
 
 
 def priced(function: Any, *inputs: Any, device: str | None = None, **options: Any) -> PricedGraph:
-    (found,), _ = previews(function, inputs, {}, Options(**EAGER, **options), device, lambda preview: preview.priced)
+    (found,), _ = previews(function, inputs, {}, Options(**EAGER, **options), device, lambda priced: priced)
     return found
 
 
@@ -129,7 +129,7 @@ def test_unified_memory_has_no_link(small_values, monkeypatch):
 @pytest.mark.parametrize(("setting", "said"), [("triton.cudagraphs", "CUDA graphs"), ("cpp_wrapper", "a wrapper in C")])
 def test_settings_under_which_nothing_is_copied(small_values, setting, said):
     options = {"host_memory": "1GiB", "compiler": "inductor", "inductor": ((setting, True),)}
-    (found,), _ = previews(step, (X,), {}, Options(**options), "H100-80GB", lambda preview: preview.priced)
+    (found,), _ = previews(step, (X,), {}, Options(**options), "H100-80GB", lambda priced: priced)
     assert found.unused_forms[0].startswith(
         f"host_memory has no effect on a graph: the code cannot copy to the host under {said}"
     )

@@ -117,7 +117,7 @@ def explained(step: Step, *tensors: Tensor, **options: Any) -> Report:
 
 
 def captured(step: Step, *tensors: Tensor, **options: Any) -> PricedGraph:
-    (found,), _ = previews(step, tensors, {}, Options(**EAGER | options), None, lambda preview: preview.priced)
+    (found,), _ = previews(step, tensors, {}, Options(**EAGER | options), None, lambda priced: priced)
     return found
 
 

@@ -14,13 +14,14 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import ROUNDING
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
-from autoremat.tools.explain import Preview, previews
+from autoremat.tools.explain import previews
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
 SLOWDOWNS = (0.0, 0.005, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -145,10 +146,10 @@ def test_gradients_are_those_without_recomputation():
 
 
 def test_another_rank_takes_the_plan_with_its_time():
-    def look(preview: Preview) -> tuple[Report, Report]:
-        leading = plan_graph(preview.priced).report
-        told = dataclasses.replace(preview.priced.problem, told=leading)
-        return leading, plan_graph(dataclasses.replace(preview.priced, problem=told)).report
+    def look(priced: PricedGraph) -> tuple[Report, Report]:
+        leading = plan_graph(priced).report
+        told = dataclasses.replace(priced.problem, told=leading)
+        return leading, plan_graph(dataclasses.replace(priced, problem=told)).report
 
     options = Options.parse(EAGER | {"max_slowdown": 0.05})
     [(leading, following)], _ = previews(loss, (X,), {}, options, None, look)

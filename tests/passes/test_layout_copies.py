@@ -153,10 +153,10 @@ def test_copies_that_the_backward_does_not_read_are_no_part_of_the_reference():
     for parameter in model[:10].parameters():
         parameter.requires_grad_(False)
     options = Options.parse({"memory_budget": 1.0})
-    [preview], _ = previews(lambda x: model(x).square().mean(), (images(),), {}, options, None, lambda found: found)
-    plan = reference.torchs_plan(preview.priced)
-    assert sum(LAYOUT_COPY in node.meta for node in preview.priced.captured.op_nodes) == 6 + 1
-    assert reference.layout_copies_bytes(preview.priced, plan) <= WEIGHT_BYTES
+    [priced], _ = previews(lambda x: model(x).square().mean(), (images(),), {}, options, None, lambda found: found)
+    plan = reference.torchs_plan(priced)
+    assert sum(LAYOUT_COPY in node.meta for node in priced.captured.op_nodes) == 6 + 1
+    assert reference.layout_copies_bytes(priced, plan) <= WEIGHT_BYTES
 
 
 def test_orders_for_convolutions_do_not_hold_for_the_copies():

@@ -49,8 +49,8 @@ def test_nothing_is_below_the_bound_and_nothing_of_torchs_beats_ours(points):
         assert not any(theirs.peak_bytes <= p.peak_bytes and theirs.added_seconds < p.added_seconds - 1e-12 for p in ours)
 
 
-def halves_by_torch(preview):
-    joint = preview.priced.joint
+def halves_by_torch(priced):
+    joint = priced.joint
     return fake_tensors.partition_for(1.0, joint.module, joint.inputs, joint.keywords)
 
 
@@ -59,8 +59,8 @@ def test_what_torch_saves_it_does_not_recompute():
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
     options = Options.parse(EAGER, None, compilers.inductor_config_names)
 
-    def look(preview):
-        captured, halves = preview.priced.captured, halves_by_torch(preview)
+    def look(priced):
+        captured, halves = priced.captured, halves_by_torch(priced)
         plan = plan_of_partition(captured, *halves)
         counted = [captured.op_nodes[op].name for op in plan.schedule.sequence]
         op_names = {node.name for node in captured.op_nodes}
@@ -88,8 +88,8 @@ def test_random_ops_that_torch_repeats_are_told_apart():
             x = checkpoint(block, x, use_reentrant=False)
         return x.square().mean()
 
-    def look(preview):
-        captured, halves = preview.priced.captured, halves_by_torch(preview)
+    def look(priced):
+        captured, halves = priced.captured, halves_by_torch(priced)
         plan = plan_of_partition(captured, *halves)
         plan.check()
         return [captured.op_nodes[op].name for op in plan.recomputed if "attention" in captured.op_nodes[op].name]
@@ -105,9 +105,9 @@ def test_random_ops_that_torch_repeats_are_told_apart():
 def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
     model, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
 
-    def look(preview):
-        theirs = plan_of_partition(preview.priced.captured, *halves_by_torch(preview)).peak_bytes
-        planned = plan_graph(preview.priced)
+    def look(priced):
+        theirs = plan_of_partition(priced.captured, *halves_by_torch(priced)).peak_bytes
+        planned = plan_graph(priced)
         assert planned.plan.peak_bytes <= theirs == planned.report.soft_budget_bytes
         assert planned.fastest.cost_seconds <= planned.plan.cost_seconds
         return True
@@ -120,16 +120,16 @@ def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
     now, passed = time.thread_time, [0.0]
     monkeypatch.setattr(time, "thread_time", lambda: now() + passed[0])
 
-    def look(preview):
-        plan_graph(preview.priced)
+    def look(priced):
+        plan_graph(priced)
         passed[0] += 1000.0  # code is generated
-        first = plan_graph(preview.priced)
+        first = plan_graph(priced)
         passed[0] += 1000.0
         assert first.gain(first.report.budget_bytes // -10) > 0.0
         assert not first.planner.limit.interrupted
         passed[0] += 1000.0  # the graph is traced again
-        again = plan_graph(preview.priced)
-        return not again.planning.interrupted and len(preview.priced.problem.searches.planners) == 1
+        again = plan_graph(priced)
+        return not again.planning.interrupted and len(priced.problem.searches.planners) == 1
 
     options = Options.parse({"time_limit": 600, "memory_budget": 0.75}, None, compilers.inductor_config_names)
     model, inputs = build("gpt2", layers=1)

@@ -70,7 +70,7 @@ def tokens() -> Tensor:
 
 
 def priced(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> PricedGraph:
-    (found,), _ = previews(function, inputs, {}, Options(**EAGER | options), None, lambda preview: preview.priced)
+    (found,), _ = previews(function, inputs, {}, Options(**EAGER | options), None, lambda priced: priced)
     return found
 
 

@@ -241,7 +241,7 @@ def test_saved_values_that_are_in_the_way_of_stays_are_dropped():
     """Slightly above the least peak of recomputation. Without that, nothing that the link could carry fits."""
     module, inputs = models.build("llama", layers=4)
     options = Options.parse({"progress": False, "cost_model": "roofline"}, None, compilers.inductor_config_names)
-    (graph,), _ = previews(module, inputs, {}, options, "H100", lambda preview: preview.priced.graph)
+    (graph,), _ = previews(module, inputs, {}, options, "H100", lambda priced: priced.graph)
     alone = Planner(graph)
     fastest = min(alone.plans, key=lambda plan: plan.cost_seconds)
     forward = sum(op.seconds for op in graph.ops[: graph.num_forward])

@@ -20,6 +20,7 @@ from strategies import training_chain
 
 import autoremat
 from autoremat.compiler import joint_graph, planning
+from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Searches
 from autoremat.options.options import Options
@@ -30,7 +31,7 @@ from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.work_limit import WORK_PER_SECOND, WorkLimit
 from autoremat.report.report import Report
-from autoremat.tools.explain import Preview, previews
+from autoremat.tools.explain import previews
 
 UNITS_BESIDE = 12
 """The most units that a search needs in any case: two cuts, baseline, two candidates, a program point that it has begun."""
@@ -236,11 +237,11 @@ def test_the_capture_of_another_form_of_the_loss_is_no_part_of_planning(monkeypa
 
 
 def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take_its_plan(monkeypatch):
-    def look(preview: Preview) -> tuple[Report, Report]:
-        leading = plan_graph(preview.priced).report
+    def look(priced: PricedGraph) -> tuple[Report, Report]:
+        leading = plan_graph(priced).report
         monkeypatch.undo()
-        following = dataclasses.replace(preview.priced.problem, told=leading, searches=Searches())
-        return leading, plan_graph(dataclasses.replace(preview.priced, problem=following)).report
+        following = dataclasses.replace(priced.problem, told=leading, searches=Searches())
+        return leading, plan_graph(dataclasses.replace(priced, problem=following)).report
 
     ticks = itertools.count()
     monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(thread_time=lambda: 100.0 * next(ticks)))
