@@ -55,6 +55,11 @@ def share_text(share: float, reference_bytes: int) -> str:
     return f"{100 * share:.4g} % of the {format_bytes(reference_bytes)} that the step needs without autoremat"
 
 
+def rounded(count: int, multiple: int) -> int:
+    """Returns ``count`` rounded up to a multiple of ``multiple``."""
+    return -(-count // multiple) * multiple
+
+
 def format_bytes(count: int) -> str:
     """Returns ``count`` bytes as text in powers of 1024: "512 B", "1.50 GiB"."""
     scaled = float(abs(count))

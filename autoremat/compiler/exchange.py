@@ -18,7 +18,7 @@ from typing import Any
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant, OptionWarning, find_cause
 from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
-from autoremat.torch_private.processes import Job, job
+from autoremat.torch_private.process_groups import Job, job
 
 log = logging.getLogger("autoremat")
 

@@ -31,7 +31,7 @@ from autoremat.planner.cost.rates import Rates
 from autoremat.planner.plans.plan_file import graph_hash
 from autoremat.report.data import CODEC
 from autoremat.report.report import Report
-from autoremat.torch_private.processes import job
+from autoremat.torch_private.process_groups import job
 
 APART = "its ranks compile different graphs, or compute differently what the graph of each shows as equal on all of them"
 

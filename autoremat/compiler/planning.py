@@ -21,8 +21,8 @@ from autoremat.compiler.infeasibility import no_plan_fits
 from autoremat.compiler.joint_graph import PricedGraph, capture_and_price
 from autoremat.compiler.planned_graph import Budget, PlannedGraph, acceptance, counted, headroom_of
 from autoremat.compiler.reference import find_soft_budget, layout_copies_bytes, plan_without_us, reference_of
+from autoremat.passes import run_passes
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
-from autoremat.passes.pipeline import run_passes
 from autoremat.passes.tile_rows import tile_rows
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints

@@ -32,7 +32,7 @@ from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import split_graphs
 from autoremat.torch_private.dynamo import asks_to_restart
-from autoremat.torch_private.processes import job
+from autoremat.torch_private.process_groups import job
 
 log = logging.getLogger("autoremat")
 

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from autoremat.basics.checks import MOST_BYTES, as_int, flag, refused, text_to_bytes
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS
-from autoremat.device_memory.inventory import Inventory
+from autoremat.device_memory.inventory import Inventory, rows_of_models
 from autoremat.device_memory.optimizer_run import optimizer_memory
-from autoremat.device_memory.strategies import rows_of_models
 from autoremat.measure.machine import checked_device
 from autoremat.planner.cost.datasheets import DATASHEETS, datasheet, device_memory, known_cards
 from autoremat.planner.memory.allocations import ROUNDING

@@ -20,9 +20,8 @@ from autoremat.measure.signatures import node_of_call
 from autoremat.ops.op_table import facts_of
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.multigraph.device_budget import UPDATES, LedgerRow, OptimizerMemory
-from autoremat.torch_private.fake_optimizers import FakeCopies, as_in_training, fake_copy, step_of
+from autoremat.torch_private.fake_optimizers import FakeCopies, LiveBytes, as_in_training, fake_copy, step_of
 from autoremat.torch_private.fake_tensors import new_mode
-from autoremat.torch_private.live_bytes import LiveBytes
 from autoremat.workspaces.formulas import workspace_bytes
 from autoremat.workspaces.measurement import one_graph
 

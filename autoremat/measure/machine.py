@@ -16,7 +16,7 @@ import torch
 
 from autoremat.basics.errors import OptionsError
 from autoremat.torch_private import symbolic_sizes
-from autoremat.torch_private.processes import job
+from autoremat.torch_private.process_groups import job
 
 CONTROL_GROUPS = (
     ("memory.max", "memory.current"),

@@ -10,7 +10,7 @@ from autoremat.basics.budget import budget_bytes, parse_budget
 from autoremat.basics.checks import positive_seconds
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import progress_wanted, status_if_slow
-from autoremat.planner.exact import annealing, integer_program
+from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import single_phase
@@ -30,7 +30,7 @@ def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, see
     deadline = time.monotonic() + time_limit
     start = single_phase.without_recomputation(graph) if graph.single_phase else Starts(graph).save_what_constraints_allow()
     found = single_phase.outcome([start], budget, single_phase.bounds_of(graph), 1)
-    return integer_program.improve(graph, budget, found, 0.0, deadline, int(integer_program.settings.columns * time_limit))
+    return interval_model.improve(graph, budget, found, 0.0, deadline, int(interval_model.settings.columns * time_limit))
 
 
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
@@ -41,7 +41,7 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
         search_share, good_gap = settings.single_phase_search_share, settings.single_phase_good_gap
     found = Planner(graph, search_share * time_limit).find(budget)
     found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
-    return integer_program.improve(graph, budget, found, good_gap, begun + time_limit)
+    return interval_model.improve(graph, budget, found, good_gap, begun + time_limit)
 
 
 SOLVERS: dict[str, Solver] = {

@@ -223,7 +223,7 @@ class AnnealingSettings:
 
 @dataclass(frozen=True)
 class IntegerProgramSettings:
-    """The integer program of the interval model (:mod:`autoremat.planner.exact.integer_program`)."""
+    """The integer program of the interval model (:mod:`autoremat.planner.exact.interval_model`)."""
 
     columns: int = 1500
     """Number of columns up to which the model of a graph is small, and of those per second that `"ilp"` alone may take."""

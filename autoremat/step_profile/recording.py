@@ -31,7 +31,7 @@ from autoremat.request.surroundings import current_block
 from autoremat.step_profile.meter import Meter, Reading
 from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
-from autoremat.torch_private.processes import job
+from autoremat.torch_private.process_groups import job
 from autoremat.torch_private.untraced import around_backward
 
 Compiled = Callable[..., Any]

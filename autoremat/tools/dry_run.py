@@ -19,8 +19,7 @@ from autoremat.options.options import Options
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet
 from autoremat.report.report import Report
 from autoremat.request.budgets import refuse_step_profiles
-from autoremat.tools.target import Target
-from autoremat.tools.trace import CapturedVisitor, trace
+from autoremat.tools.trace import CapturedVisitor, Target, trace
 from autoremat.torch_private import compilers, fake_tensors, inductor_lowering, named_card
 
 

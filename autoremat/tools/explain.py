@@ -24,8 +24,7 @@ from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
 from autoremat.tools.advice import advise
 from autoremat.tools.dry_run import dry_runs
-from autoremat.tools.target import Target
-from autoremat.tools.trace import CapturedVisitor, trace
+from autoremat.tools.trace import CapturedVisitor, Target, trace
 from autoremat.torch_private import compilers, fake_tensors
 
 T = TypeVar("T")

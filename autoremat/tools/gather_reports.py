@@ -11,7 +11,7 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.compiler.exchange import Session
 from autoremat.report.registry import reports
 from autoremat.report.report import Report
-from autoremat.torch_private.processes import job
+from autoremat.torch_private.process_groups import job
 
 
 @dataclass(frozen=True, repr=False)

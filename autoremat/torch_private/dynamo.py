@@ -14,9 +14,9 @@ from torch._dynamo import register_backend as register_backend
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
+from autoremat.basics.units import rounded
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.torch_private.frames import RESUMED, above_dynamo
-from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
 from autoremat.torch_private.untraced import is_untraced, untraced

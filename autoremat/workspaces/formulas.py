@@ -1,8 +1,11 @@
 """Workspaces of extern kernels, in bytes: the memory that a call allocates beside its results and frees before it returns.
 
 A kernel with a formula has an upper bound, computed from the kernel's block sizes. ``tests/workspaces/test_formulas.py``
-checks the formulas against the allocator. Any other kernel is measured if its device is present
-(:mod:`autoremat.workspaces.measurement`). If there is neither, the workspace is unknown, and the report says so.
+checks the formulas of the CPU against the allocator. Those of CUDA come from torch's sources. Matrix products need no workspace
+there: cuBLAS allocates its own (8 MiB, 32 MiB on Hopper) for a stream at its first product and keeps it.
+
+Any other kernel is measured if its device is present (:mod:`autoremat.workspaces.measurement`). If there is neither, the
+workspace is unknown, and the report says so.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoremat.basics.units import rounded
 from autoremat.ops import grouped_products, op_traits
 from autoremat.ops.grouped_products import is_plain_matrix
 from autoremat.ops.tensors import tensor_bytes, tensors_in
@@ -21,10 +25,92 @@ from autoremat.planner.graph.op import Kind
 from autoremat.torch_private.compilers import lays_channels_last
 from autoremat.torch_private.kernel_settings import packs_operands
 from autoremat.torch_private.symbolic_sizes import most, size_hint
-from autoremat.workspaces import cuda
 from autoremat.workspaces.measurement import Layout, measured
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+MOST_MULTIPROCESSORS = 192
+"""The most multiprocessors of any card. Attention splits its sums to keep all of them busy."""
+
+FLASH_ROWS = 64
+"""Queries per block in the forward of flash attention."""
+
+
+def _columns(width: int) -> int:
+    return rounded(width, 32 if width <= 128 else 64)
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, _: Any, dropout_p: float = 0.0, *__: Any, **___: Any) -> int:
+    """Returns the bytes of partial results, where few queries would leave the card idle and keys are split among blocks.
+
+    Each part has an output in float32 and row sums.
+    """
+    batch, heads, queries, width = (size_hint(s) for s in query.shape)
+    idle = batch * heads * -(-queries // FLASH_ROWS) < 0.8 * 2 * MOST_MULTIPROCESSORS
+    parts = min(128, -(-size_hint(key.shape[2]) // (256 if width <= 64 else 128 if width <= 128 else 64)))
+    return 4 * batch * heads * queries * (_columns(width) + 1) * parts if idle and parts > 1 and not dropout_p else 0
+
+
+def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Returns the bytes of accumulated gradients and of copies in the backward of flash attention.
+
+    - The query's gradient is accumulated in float32, with a row sum per query. Rows and columns are padded to blocks.
+    - Deterministic algorithms accumulate it in several parts.
+    - If heads share keys, the gradients of keys and values are first computed for each head.
+    - The output's gradient is read token by token, with all heads of a token together. It is copied if its layout differs.
+    """
+    batch, heads, queries, width = (size_hint(s) for s in query.shape)
+    parts = -(-MOST_MULTIPROCESSORS // (batch * heads)) if torch.are_deterministic_algorithms_enabled() else 1
+    accumulated = 4 * batch * heads * rounded(queries, 128) * (_columns(width) * parts + 1)
+    shared = size_hint(key.shape[1]) != heads
+    ungrouped = 2 * batch * size_hint(key.shape[2]) * heads * width * key.element_size() if shared else 0
+    lies_by_token = gradient.transpose(1, 2).is_contiguous()
+    return accumulated + ungrouped + (0 if lies_by_token else batch * heads * queries * width * gradient.element_size())
+
+
+def _efficient(query: torch.Tensor, _: Any, value: torch.Tensor, *__: Any, **___: Any) -> int:
+    """Returns the bytes of the output in float32: wide heads in half precision accumulate it there."""
+    batch, heads, queries, _ = (size_hint(s) for s in query.shape)
+    width = size_hint(value.shape[3])
+    return 4 * batch * heads * queries * width if query.element_size() < 4 and width > 128 else 0
+
+
+def _efficient_backward(_: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any) -> int:
+    """Returns the bytes of accumulated gradients in the backward of memory-efficient attention.
+
+    - Half precision accumulates the query's gradient in float32, in blocks. Wide heads do the same for keys and values.
+    - If few heads would leave the card idle, keys and values have several such parts.
+    - Float32 needs only the product of the output and its gradient.
+    """
+    batch, heads, queries, width = (size_hint(s) for s in query.shape)
+    if query.element_size() == 4:
+        return 4 * batch * heads * queries * (size_hint(value.shape[3]) + 2)
+    columns = rounded(width, 64 if width <= 64 else 128)
+    accumulated = rounded(queries, 128) * (columns + 1)
+    if width > 128:
+        keys = rounded(size_hint(key.shape[2]), 128)
+        parts = min(max(MOST_MULTIPROCESSORS // (batch * heads), 1), keys // 64)
+        accumulated += parts * keys * (columns + rounded(size_hint(value.shape[3]), 128))
+    return 4 * batch * heads * accumulated
+
+
+CUDA: dict[Any, Callable[..., int]] = {
+    # cuBLAS has a workspace of its own, and a copy within a device needs no temporary tensor.
+    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.copy_), lambda *_, **__: 0),
+    # The states of all blocks in a scan of one long row. Inductor's own scan has a buffer in its code.
+    **dict.fromkeys(
+        (aten.cumsum, aten.cumprod, aten.logcumsumexp), lambda operand, *_, **__: size_hint(operand.numel()) // 16 + 4096
+    ),
+    aten._scaled_dot_product_flash_attention: _flash,
+    aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    aten._scaled_dot_product_efficient_attention: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+}
+"""Workspace formulas by kernel. A kernel without one, such as cuDNN's, is measured if a card is present, else unknown."""
+
+CUDA_ESTIMATES: dict[Any, Callable[..., int]] = {aten._scaled_dot_product_cudnn_attention_backward: _flash_backward}
+"""Estimates for kernels whose workspace depends on the library's version: the formula of a similar kernel."""
+
 
 KEY_BLOCK = 512
 """Keys per block of the CPU's flash attention."""
@@ -82,7 +168,7 @@ def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__:
 def _blocked(tensor: torch.Tensor) -> int:
     """Returns the bytes of a batch of images that is reordered into blocks of channels."""
     channels = size_hint(tensor.shape[1]) if tensor.dim() > 1 else 1
-    return tensor_bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
+    return tensor_bytes(tensor) // max(channels, 1) * rounded(channels, CHANNEL_BLOCK)
 
 
 def _large_convolution(args: tuple[Any, ...], result: torch.Tensor) -> int | None:
@@ -108,7 +194,7 @@ def channels_last_workspace(node: fx.Node, args: tuple[Any, ...], runs_on: str) 
     if groups != 1 or weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(runs_on):
         return None
     outputs, inputs, *window = (size_hint(size) for size in weight.shape)
-    padded = [-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK for channels in (outputs, inputs)]
+    padded = [rounded(channels, CHANNEL_BLOCK) for channels in (outputs, inputs)]
     size: int = math.prod([*padded, *window]) * weight.element_size()
     return 2 * size + torch.get_num_threads() * min(size, SMALL) + SMALL if backward else size + SMALL
 
@@ -250,7 +336,7 @@ def workspace_bytes(
     if not tensors or op_traits.packet(node) in GENERATED:
         return 0
     runs_on = device_type or tensors[0].device.type
-    formula = (CPU if runs_on == "cpu" else cuda.FORMULAS).get(op_traits.packet(node))
+    formula = (CPU if runs_on == "cpu" else CUDA).get(op_traits.packet(node))
     if formula is not None and (bound := formula(*args, **kwargs)) is not None:
         return bound
     here = tensors[0].device.type == runs_on
@@ -277,5 +363,5 @@ def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:
     """Returns an estimate, in bytes, of a workspace that :func:`workspace_bytes` does not know; 0 without an estimate."""
-    estimate = cuda.ESTIMATES.get(op_traits.packet(node)) if runs_on == "cuda" else None
+    estimate = CUDA_ESTIMATES.get(op_traits.packet(node)) if runs_on == "cuda" else None
     return estimate(*args) if estimate is not None else 0

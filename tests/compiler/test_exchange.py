@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant, OptionWarning
 from autoremat.compiler import exchange
 from autoremat.compiler.exchange import Session, session_at
-from autoremat.torch_private.processes import Job
+from autoremat.torch_private.process_groups import Job
 
 LONG = 60.0
 """Seconds after which a rank that has not come back hangs."""

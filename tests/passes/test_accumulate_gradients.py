@@ -12,8 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoremat
 from autoremat import passes
-from autoremat.passes import accumulate_into_first
-from autoremat.passes.pipeline import run_passes
+from autoremat.passes import accumulate_into_first, run_passes
 
 aten = torch.ops.aten
 

@@ -14,8 +14,7 @@ import autoremat
 from autoremat.capture.work import arithmetic_of
 from autoremat.compiler import compile_loop, joint_graph, lowering, reference
 from autoremat.options.options import Options
-from autoremat.passes import state_layout_copies
-from autoremat.passes.pipeline import run_passes
+from autoremat.passes import run_passes, state_layout_copies
 from autoremat.planner.cost.rates import Rate
 from autoremat.planner.graph.op import Constraint
 from autoremat.report.report import Report

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat.basics.environment import VERIFY_PASSES
-from autoremat.passes.pipeline import run_passes
+from autoremat.passes import run_passes
 
 aten = torch.ops.aten
 

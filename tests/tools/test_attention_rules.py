@@ -10,8 +10,7 @@ from attention_choice import Facts, chosen
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoremat.tools.attention_rules import Attention
-from autoremat.tools.cuda_kernels import attention_on_cuda
+from autoremat.tools.cuda_kernels import Attention, attention_on_cuda
 from autoremat.workspaces.formulas import estimated_bytes, workspace_bytes
 
 CARDS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))

@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.tools.cuda_autocast import write_casts
-from autoremat.torch_private.seen_on_card import decided_as_on_card
+from autoremat.tools.cuda_kernels import write_casts
+from autoremat.torch_private.named_card import decided_as_on_card
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="autocast itself acts here"),

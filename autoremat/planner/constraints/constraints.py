@@ -21,8 +21,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import collected_constraints
 from autoremat.basics.warn import warn_of_constraint as warn
 from autoremat.planner.constraints.model_structure import Forward
-from autoremat.planner.constraints.patterns import matches_op, nearest
-from autoremat.planner.constraints.policies import Policy, Region
+from autoremat.planner.constraints.policies import Policy, Region, matches_op, nearest
 from autoremat.planner.graph.forms import DEVICE
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Trait, Value

@@ -13,8 +13,7 @@ from strategies import GraphBuilder, chain, graphs
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.planner.constraints.constraints import Constraints
 from autoremat.planner.constraints.model_structure import Forward
-from autoremat.planner.constraints.patterns import matches_op, matches_path
-from autoremat.planner.constraints.policies import Region
+from autoremat.planner.constraints.policies import Region, matches_op, matches_path
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Role, Scope, Trait
 from autoremat.planner.plans.plan import Plan

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracles import least_added_seconds
 from strategies import dags, graphs
 
-from autoremat.planner.exact import integer_program
+from autoremat.planner.exact import interval_model
 from autoremat.planner.exact.annealing import Annealing, improve
 from autoremat.planner.exact.interval_model import IntervalModel, recompute_sites, sites_of
 from autoremat.planner.exact.rematerialization_state import Sites
@@ -161,7 +161,7 @@ DEEP = 99
 
 def solved(model: IntervalModel, budget: float) -> np.ndarray:
     """The choice of the columns that costs least within the budget, or has the least excess."""
-    program = integer_program._program(model, np.full(len(model.graph.ops), budget), 1e3)
+    program = interval_model._program(model, np.full(len(model.graph.ops), budget), 1e3)
     solution = solve(program, model.columns, seconds=60.0)
     assert solution is not None
     return np.round(solution.values[: model.columns])

@@ -16,7 +16,7 @@ from strategies import FORMS, GraphBuilder, chain, changed, forms_of, graphs, sa
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError, PlanFileError, PlanInvalid
-from autoremat.planner.exact import annealing, integer_program
+from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
@@ -273,4 +273,4 @@ def test_exact_models_leave_graphs_that_are_not_plain(fields):
         IntervalModel(graph, 1)
     found = Planner(graph).judge(Planner(graph).baseline, budget)
     assert annealing.improve(graph, budget, 1.0, 0, found, 0.0, math.inf) is found
-    assert integer_program.improve(graph, budget, found, 0.0, math.inf) is found
+    assert interval_model.improve(graph, budget, found, 0.0, math.inf) is found
