@@ -25,13 +25,13 @@ from autoremat.basics import environment
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture
 from autoremat.ops.op_traits import traits_of
-from autoremat.passes.ignore_running_averages import ignore_running_averages
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
-from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
+from autoremat.passes.inductor_workarounds.dropped_reads import forward_region_operands as forward_region_operands
+from autoremat.passes.inductor_workarounds.dropped_reads import ignore_running_averages
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared as keep_compared
-from autoremat.passes.inductor_workarounds.layout_copies import state_layout_copies as state_layout_copies
-from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
-from autoremat.passes.inductor_workarounds.preserve_strides import preserve_strides as preserve_strides
+from autoremat.passes.inductor_workarounds.layouts import materialize_shared as materialize_shared
+from autoremat.passes.inductor_workarounds.layouts import preserve_strides as preserve_strides
+from autoremat.passes.inductor_workarounds.layouts import state_layout_copies as state_layout_copies
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.insert_transfers import insert_stores
 from autoremat.passes.split import split

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import fx
+
+from autoremat.torch_private.hooks import held
 
 
 class Interceptor(Protocol):
@@ -26,14 +28,9 @@ def active_interceptor() -> Interceptor | None:
     return _active.get()
 
 
-@contextlib.contextmanager
-def intercepted_by(interceptor: Interceptor) -> Iterator[None]:
+def intercepted_by(interceptor: Interceptor) -> AbstractContextManager[None]:
     """Hands the graphs of this thread to ``interceptor`` while the body runs.
 
     The threads in which autograd runs this thread's backwards are included.
     """
-    token = _active.set(interceptor)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return held(_active, interceptor)

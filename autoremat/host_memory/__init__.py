@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
@@ -12,6 +11,7 @@ from autoremat.host_memory.links import Statistics as Statistics
 from autoremat.host_memory.links import moved as moved
 from autoremat.host_memory.links import release as release
 from autoremat.host_memory.links import statistics as statistics
+from autoremat.torch_private.hooks import held
 
 _stands_in: ContextVar[bool] = ContextVar("autoremat_host_memory_stands_in", default=False)
 
@@ -21,15 +21,10 @@ def is_available(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and _stands_in.get())
 
 
-@contextlib.contextmanager
-def stand_in() -> Iterator[None]:
+def stand_in() -> AbstractContextManager[None]:
     """Lets a CPU be a device whose tensors can be kept on the host, in this thread, while active.
 
     For tests and benchmarks. The code takes the same way as on an accelerator, without streams. Buffers do not come from
     torch's allocator, so ``track_peak`` measures the bytes on the device alone.
     """
-    token = _stands_in.set(True)
-    try:
-        yield
-    finally:
-        _stands_in.reset(token)
+    return held(_stands_in, True)

@@ -6,9 +6,9 @@ compiled: ``split_graphs.current_split`` for buckets and parts, ``dynamo.sharded
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,7 @@ from autoremat.device_memory.optimizer_run import rows_to_come
 from autoremat.measure.machine import share_of_host_memory
 from autoremat.planner.multigraph.device_budget import LedgerRow
 from autoremat.torch_private import dynamo, frames
+from autoremat.torch_private.hooks import held
 
 FREE_STEP = 64 * 2**20
 """Bytes to a multiple of which the free bytes of a device are rounded down."""
@@ -133,11 +134,6 @@ def current_block() -> int | None:
     return _block.get()
 
 
-@contextlib.contextmanager
-def running_block(number: int) -> Iterator[None]:
+def running_block(number: int) -> AbstractContextManager[None]:
     """Names the block whose forward is the body."""
-    token = _block.set(number)
-    try:
-        yield
-    finally:
-        _block.reset(token)
+    return held(_block, number)

@@ -10,11 +10,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from autoremat.torch_private.untraced import skip_frames_of
 
 Method = Callable[..., Any]
+T = TypeVar("T")
 
 _hooks: ContextVar[Mapping[tuple[Any, str], Method]] = ContextVar("autoremat_hooks", default=types.MappingProxyType({}))
 """The active hooks of this thread, by module or class and by name."""
@@ -90,6 +91,16 @@ def _put_back(owner: Any, name: str, found: _Hooked) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, found.attribute)
+
+
+@contextlib.contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Gives a context variable another value while active."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from autoremat.planner.cost.datasheets import Datasheet, device_memory
-from autoremat.torch_private.hooks import Method, hooked, substituted
+from autoremat.torch_private.hooks import Method, held, hooked, substituted
 
 CARD = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -63,17 +63,8 @@ def decided_as_on_card() -> Iterator[None]:
 @contextlib.contextmanager
 def _finding_card() -> Iterator[None]:
     """Makes this thread find the tensors of the CPU on the card, except within ops."""
-    with _finding(True), _OpsOnCpu():  # type: ignore[no-untyped-call]
+    with held(_finds_card, True), _OpsOnCpu():  # type: ignore[no-untyped-call]
         yield
-
-
-@contextlib.contextmanager
-def _finding(card: bool) -> Iterator[None]:
-    token = _finds_card.set(card)
-    try:
-        yield
-    finally:
-        _finds_card.reset(token)
 
 
 class _OpsOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -82,13 +73,13 @@ class _OpsOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with _finding(False):
+        with held(_finds_card, False):
             args, kwargs = tree_map(_on_cpu, (args, kwargs or {}))
             return op(*args, **kwargs)
 
 
 def _convert_on_cpu(from_tensor: Method, *arguments: Any, **keywords: Any) -> Any:
-    with _finding(False):
+    with held(_finds_card, False):
         return from_tensor(*arguments, **keywords)
 
 

@@ -15,7 +15,7 @@ from torch._guards import TracingContext
 
 from autoremat.torch_private.dynamo import copied_with_sources
 from autoremat.torch_private.fake_tensors import is_fake
-from autoremat.torch_private.hooks import assigned
+from autoremat.torch_private.hooks import assigned, held
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,8 @@ def watch_parts() -> None:
         return
 
     def watched(owner: Any, node: fx.Node) -> Any:
-        token = _part.set((owner, node))
-        try:
+        with held(_part, (owner, node)):
             return run_node(owner, node)
-        finally:
-            _part.reset(token)
 
     vars(watched)["is_watched"] = True
     setattr(SubmodCompiler, run_node.__name__, watched)

@@ -15,6 +15,7 @@ import torch
 
 from autoremat.basics.errors import CaptureError
 from autoremat.torch_private import names
+from autoremat.torch_private.hooks import held
 
 UNKNOWN_SIZE = 4096
 """The assumed largest value of a size that depends on data and has no upper bound. It is the hint of torch's partitioner."""
@@ -154,13 +155,9 @@ def assumed_limits(saved: Iterable[Any]) -> dict[int, int]:
 @contextlib.contextmanager
 def planned_for(sizes: Mapping[DynamicSize, int]) -> Iterator[None]:
     """Sets the planned sizes of this thread while active: ``sizes`` gives the largest value of each dynamic size."""
-    planned = _planned.set(_planned.get() | {size.symbol: (min(size.least, limit), limit) for size, limit in sizes.items()})
-    most_known = _most.set({})
-    try:
+    planned = {size.symbol: (min(size.least, limit), limit) for size, limit in sizes.items()}
+    with held(_planned, _planned.get() | planned), held(_most, {}):
         yield
-    finally:
-        _most.reset(most_known)
-        _planned.reset(planned)
 
 
 def carried(work: Callable[[], Result]) -> Callable[[], Result]:

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from autoremat.basics.units import rounded
-from autoremat.ops import grouped_products, op_traits
-from autoremat.ops.grouped_products import is_plain_matrix
+from autoremat.ops import op_traits
+from autoremat.ops.declarations import grouped_workspace, is_plain_matrix
 from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private.compilers import lays_channels_last
@@ -249,7 +249,7 @@ def _cpu_bags_backward(gradient: torch.Tensor, *arguments: Any) -> int | None:
 
 CPU: dict[Any, Callable[..., int | None]] = {
     aten._embedding_bag_backward: _cpu_bags_backward,
-    aten._grouped_mm: grouped_products.workspace_bytes,
+    aten._grouped_mm: grouped_workspace,
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     # A contiguous copy of the columns. The result of ``im2col`` is not contiguous, although ATen declares it so.

@@ -17,7 +17,7 @@ from autoremat.ops.op_traits import COMPARED, MATERIALIZED
 from autoremat.passes import preserve_strides, run_passes
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared
-from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared
+from autoremat.passes.inductor_workarounds.layouts import materialize_shared
 from autoremat.report.decisions import Decision, Reason
 from autoremat.torch_private.names import MINOR
 
