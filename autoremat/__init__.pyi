@@ -46,6 +46,6 @@ from autoremat.tools.joint_plan import partitioner as partitioner
 from autoremat.tools.joint_plan import plan_joint as plan_joint
 from autoremat.tools.max_batch import max_batch as max_batch
 from autoremat.tools.pareto import pareto as pareto
-from autoremat.torch_private.pipelining import in_flight as in_flight
+from autoremat.torch_private.process_groups import in_flight as in_flight
 
 __version__: str

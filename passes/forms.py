@@ -15,7 +15,7 @@ from autoremat.host_memory import ops
 from autoremat.passes.building import Builder
 from autoremat.planner.graph.forms import BITS, HOST, SHARDS, Form
 from autoremat.torch_private import process_groups
-from autoremat.torch_private.code_buffers import OP
+from autoremat.torch_private.inductor_lowering import OP
 
 FORWARD, BACKWARD = "must_be_in_forward", "must_be_in_backward"
 

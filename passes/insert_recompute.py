@@ -60,10 +60,7 @@ class _Inserter:
         return self.clone_helper(node, holder)
 
     def resolve_several(self, node: fx.Node) -> fx.Node:
-        """Returns the node to read in place of a view with several results, such as a split.
-
-        The view is cloned if its base has been recomputed.
-        """
+        """The node may be a view with several results, such as a split, which is cloned if its base has been recomputed."""
         alias = self.capture.aliases.get(node)
         if not isinstance(alias, tuple) or node in self.calls:
             return node
@@ -71,17 +68,13 @@ class _Inserter:
         return self.clone_helper(node, copies[0]) if copies else node
 
     def clone_helper(self, node: fx.Node, holder: fx.Node) -> fx.Node:
-        """Returns the clone of helper ``node`` on ``holder``, which is created once."""
         key = (node, holder)
         if key not in self.helpers:
             self.helpers[key] = self.clone(node)
         return self.helpers[key]
 
     def clone(self, node: fx.Node, operand: Callable[[fx.Node], fx.Node] | None = None) -> fx.Node:
-        """Clones ``node`` at the cursor, tags the clone as backward and returns it.
-
-        ``operand`` returns the node to read in place of an operand. By default that is the newest holder.
-        """
+        """Clones ``node`` at the cursor for the backward. ``operand`` returns what to read, by default the newest holder."""
         assert self.cursor is not None
         with self.graph.inserting_before(self.cursor):
             copy = self.graph.node_copy(node, operand or self.resolve)
@@ -113,10 +106,7 @@ class _Inserter:
                 copy.meta["partitioner_tag"] = "must_be_in_backward"
 
     def complete(self, holder: fx.Node, call: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Clones ``holder``, a (nested) unpacking of ``call`` or a wait for it, so that it reads the clone of ``call``.
-
-        ``copies`` holds the clone of each node. Raises ``PlanInvalid`` if ``holder`` is neither.
-        """
+        """Clones ``holder``, a (nested) unpacking of ``call`` or a wait for it, to read the clone of ``call``."""
         if holder not in copies:
             if holder.target is not operator.getitem and not op_traits.is_wait(holder):
                 raise PlanInvalid(f"{holder.name} does not unpack {call.name}")

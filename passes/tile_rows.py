@@ -128,11 +128,7 @@ class _Cutting:
 
     @cached_property
     def readers(self) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes that read parts of each value, by value: those of nodes that compute row by row, and others.
-
-        A later stage of the same half reads the whole: all tiles of the earlier stage are live then. The backward may recompute
-        a tile of the forward.
-        """
+        """The nodes that read parts of each value, by value. A later stage of the same half reads it whole."""
         steps = self.by_rows.steps
         found: dict[fx.Node, list[fx.Node]] = {node: [] for node, step in steps.items() if step.by_part}
         for node, step in steps.items():

@@ -33,7 +33,7 @@ from autoremat.report.report import Report
 from autoremat.torch_private.autograd import Packed, backward_node, keeps_graph, noting_packed
 from autoremat.torch_private.dynamo import number_of_function
 from autoremat.torch_private.fake_tensors import is_fake
-from autoremat.torch_private.pipelining import infers_metadata
+from autoremat.torch_private.process_groups import infers_metadata
 from autoremat.torch_private.untraced import around_backward
 
 TOLERANCE = 0.01

@@ -37,7 +37,7 @@ from autoremat.passes import apply_plan
 from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import fake_tensors, joint_graphs
-from autoremat.torch_private.code_buffers import OP
+from autoremat.torch_private.inductor_lowering import OP
 from autoremat.torch_private.symbolic_sizes import assumed_limits
 
 log = logging.getLogger("autoremat")

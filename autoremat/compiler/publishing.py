@@ -22,7 +22,7 @@ from autoremat.request.request import AS_A_STEP, Request
 from autoremat.torch_private.autograd import backward_node, retraces_backwards
 from autoremat.torch_private.compilers import trace_artifact
 from autoremat.torch_private.fake_tensors import is_fake
-from autoremat.torch_private.pipelining import infers_metadata
+from autoremat.torch_private.process_groups import infers_metadata
 from autoremat.torch_private.untraced import around_backward
 
 log = logging.getLogger("autoremat")

@@ -165,10 +165,7 @@ class _Finder:
             wanted |= further
 
     def explore(self, wanted: dict[fx.Node, int]) -> Region:
-        """Returns the region that can run chunk by chunk downstream of the projection and of ``wanted``.
-
-        ``wanted`` maps wide nodes outside that region to their number of row dimensions.
-        """
+        """Returns the region downstream of the projection and of ``wanted``: wide nodes with their number of row dimensions."""
         region = Region(shape_of(self.projection)[0], {self.projection: projection_step(self.projection)})
         for node in self.graph.nodes:
             held = [n for n in node.all_input_nodes if region.holds(n)]

@@ -117,7 +117,6 @@ class _Hoist:
     width: int
 
     def everywhere(self, applies: Callable[[fx.Node], bool], move: Callable[[fx.Node], bool]) -> None:
-        """Moves nodes to which ``applies`` until none moves any further."""
         moved = True
         while moved:
             moved = any([move(node) for node in list(self.graph.nodes) if applies(node) and self.is_wide(node) and node.users])
@@ -211,7 +210,6 @@ class _Hoist:
         return any([self.sink_behind(padding, reader) for reader in readers])
 
     def sink_behind(self, padding: fx.Node, reader: fx.Node) -> bool:
-        """Moves ``padding`` behind one of its readers."""
         place, gradient = _place(padding, 2, shape_of(padding)), _padded(padding)
         if _keeps_rows(reader):
             moved = [self.sink_behind_view(padding, reader, user) for user in reader.users if user.users]
@@ -229,7 +227,6 @@ class _Hoist:
         return made is not None
 
     def sink_behind_view(self, padding: fx.Node, view: fx.Node, reader: fx.Node) -> bool:
-        """Moves ``padding`` behind one reader of a view of it."""
         with self.graph.inserting_before(reader):
             if _keeps_zeros(reader, view):
                 made = self.repeat(reader, reader.args, lambda n: padding if n is view else self.viewed(n, reader, padding))
@@ -267,7 +264,6 @@ class _Hoist:
 
     @staticmethod
     def pad(rows: fx.Node, padding: fx.Node, like: fx.Node) -> fx.Node:
-        """Returns ``rows`` padded with zeros as ``padding`` pads its own."""
         build, shape = Builder.beside(like), [*shape_of(padding)[:-1], shape_of(rows)[-1]]
         if padding.target is PADDINGS[0]:
             return build.make(like, padding.target, (rows, shape, *padding.args[2:]))

@@ -115,7 +115,6 @@ class _Rewriting:
     flat: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Rewrites the graph: adds the chunks of all stages, erases the region and sorts the nodes."""
         order = {node: position for position, node in enumerate(self.graph.nodes)}
         stages: dict[int, list[fx.Node]] = {}
         for node, stage in stages_of(self.graph, self.region).items():
@@ -212,7 +211,6 @@ class _Rewriting:
         return self.flat[whole, lead]
 
     def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Adds the summand of one chunk to the sum that replaces ``node``."""
         before, low = self.sums.get(node), node.meta["val"].dtype in HALF
         if target in (aten.mm.default, aten.addmm.default) and before is not None:
             if not low:

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autoremat
 from autoremat.basics.errors import BudgetWarning, OptionsError
 from autoremat.measure.peak import track_peak
-from autoremat.torch_private.pipelining import in_flight
+from autoremat.torch_private.process_groups import in_flight
 
 WIDTH, ROWS, MICROBATCHES = 64, 1024, 8
 """Rows of a micro-batch."""

@@ -19,7 +19,7 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.compiler.lowering import code_peaks
 from autoremat.planner.memory.allocations import Allocations, joined
 from autoremat.torch_private import inductor_lowering
-from autoremat.torch_private.code_buffers import Origins
+from autoremat.torch_private.inductor_lowering import Origins
 from emulated_cuda import allocation_log
 from emulated_cuda.small_models import HAVE_DROPOUT, build
 

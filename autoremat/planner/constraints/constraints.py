@@ -84,21 +84,18 @@ class _Application:
 
     @cached_property
     def to_save(self) -> frozenset[int]:
-        """Ops that patterns or the model save."""
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.SAVE}
         patterns = [one if isinstance(one, str) else one[0] for one in self.constraints.save]
         return self._matches(patterns, "save") | by_model
 
     @cached_property
     def to_recompute(self) -> frozenset[int]:
-        """Ops that patterns or the model recompute."""
         ops = self._matches(self.constraints.recompute, "recompute")
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.RECOMPUTE and op.rematerializable}
         return self._possible(ops, f"recompute={list(self.constraints.recompute)}") | by_model - self.to_save
 
     @cached_property
     def by_policy(self) -> frozenset[int]:
-        """Ops that the policy recomputes."""
         inside = {index for region in self.regions for index in _inside(self.graph, region)}
         if self.regions and not inside:
             warn(
@@ -149,7 +146,6 @@ class _Application:
 
     @property
     def result(self) -> ConstrainedGraph:
-        """The graph with its constraints and the policy's candidate."""
         recomputed = self.to_recompute | self.by_policy
         rest = Constraint.SAVE if self.constraints.exact and self.constraints.policy is not None else Constraint.NONE
         ops = tuple(
