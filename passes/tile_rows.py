@@ -34,15 +34,11 @@ from torch import fx
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops.op_traits import COMPARED
 from autoremat.passes.chunked_loss.chunk_loss import vocabulary_projection
-from autoremat.passes.rows.row_partition import Region, Rows, has_dynamic_sizes, row_dimensions, shape_of
+from autoremat.passes.rows.row_partition import Region, Rows, has_dynamic_sizes, row_dimensions, shape_of, widens
 from autoremat.passes.rows.row_rules import step_of
 from autoremat.passes.rows.run_by_parts import IN_BACKWARD, run_by_parts, stages_of
-from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
-
-WIDENS = 2
-"""Minimum ratio of a product's width to the width of the rows that it reads, for a stretch to begin with it."""
 
 UNCUTTABLE = 1 << 50
 """Capacity of arcs that no minimum cut contains, in bytes."""
@@ -61,7 +57,8 @@ def tile_rows(joint: fx.GraphModule, tiles: int) -> int:
 
 def _stretches(graph: fx.Graph, left_out: fx.Node | None) -> list[Region]:
     """Returns the stretches of ``graph``, each as a region. None of them holds the node ``left_out`` or what it makes wide."""
-    widening = [node for node in graph.nodes if _widens(node) and node is not left_out]
+    wide = [node for node in graph.nodes if widens(node) and node is not left_out]
+    widening = [node for node in wide if not has_dynamic_sizes(node) and not has_dynamic_sizes(node.args[-2])]
     found: list[Region] = []
     for count in sorted({shape_of(node)[0] for node in widening}, reverse=True):
         taken = {node for region in found for node in region.steps}
@@ -70,18 +67,6 @@ def _stretches(graph: fx.Graph, left_out: fx.Node | None) -> list[Region]:
         seeds = [node for node in seeds if node in by_rows.steps]
         found += _Cutting(by_rows, stages_of(graph, by_rows)).stretches(seeds) if seeds and count > 1 else []
     return found
-
-
-def _widens(node: fx.Node) -> bool:
-    """Returns True if the node is a product of the forward that makes rows much wider, of static sizes."""
-    if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
-        return False
-    operand = node.args[-2]
-    if joint_graphs.is_traced_in_backward(node) or not isinstance(operand, fx.Node):
-        return False
-    if has_dynamic_sizes(node) or has_dynamic_sizes(operand):
-        return False
-    return shape_of(node)[1] >= WIDENS * shape_of(operand)[1]
 
 
 def _row_by_row(graph: fx.Graph, count: int, excluded: set[fx.Node]) -> Region:

@@ -77,6 +77,11 @@ def facts(node: fx.Node) -> OpFacts:
     return facts_of(packet(node))
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Returns True if torch tags the op that the node calls as pointwise."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def is_view(node: fx.Node) -> bool:
     """Returns True if the schema says that a result aliases an argument without a write to it."""
     target = node.target
@@ -173,16 +178,12 @@ def is_complex(node: fx.Node) -> bool:
 
 def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
     """Returns the way in which Inductor computes the node's result. The device type matters only for scatters."""
-    target = node.target
     if adds_to_product(node) or scatters_by_aten(node, runs_on) or is_complex(node):
         return Kind.EXTERN
     if (kind := facts(node).kind) is not None:
         return kind
-    if getattr(packet(node), "__name__", "") in INDUCTOR_POINTWISE:
-        return Kind.POINTWISE
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-        return Kind.POINTWISE
-    return Kind.EXTERN
+    is_fused = getattr(packet(node), "__name__", "") in INDUCTOR_POINTWISE or is_pointwise(node)
+    return Kind.POINTWISE if is_fused else Kind.EXTERN
 
 
 def stays_in_kernel(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from autoremat.basics.units import rounded
+from autoremat.torch_private.fake_tensors import fake_like
 from autoremat.torch_private.hooks import assigned
 from autoremat.torch_private.untraced import when_dropped
 
@@ -157,11 +158,7 @@ class FakeCopies:
             return own.clone()
         if is_wrapper(own):  # such as state of 8 bits
             return self.mode.from_tensor(own, static_shapes=True)
-        with self.mode, torch.no_grad():
-            size, stride = tuple(own.size()), tuple(own.stride())
-            device = own.device if self.device is None else self.device
-            made = torch.empty_strided(size, stride, dtype=own.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad)
+        return fake_like(self.mode, own, self.device or own.device).requires_grad_(tensor.requires_grad)
 
 
 def fake_copy(optimizer: Optimizer, copies: FakeCopies) -> Optimizer:

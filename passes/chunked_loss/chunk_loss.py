@@ -25,16 +25,13 @@ from torch import fx
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
-from autoremat.passes.rows.row_partition import Region, Rows, described, has_dynamic_sizes, shape_of, size_hints
+from autoremat.passes.rows.row_partition import WIDENS, Region, Rows, described, has_dynamic_sizes, shape_of, size_hints, widens
 from autoremat.passes.rows.row_rules import SWAPS, VIEWS, projection_step, step_of
 from autoremat.passes.rows.run_by_parts import PART, run_by_parts
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-WIDENS = 2
-"""Minimum ratio of the projection's width to the width of the rows that it reads."""
 
 INPUT_VIEWS = (*VIEWS, *SWAPS, aten.slice, aten.detach, aten.alias, aten.unsqueeze, aten.squeeze, aten.select)
 """Ops whose result shares the memory of their operand; a view may copy it, as ``run_by_parts`` avoids."""
@@ -102,13 +99,8 @@ def _projections(graph: fx.Graph) -> list[fx.Node]:
     """Returns the products that make logits, trained and large ones first; else the largest one that makes wide rows."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
-            continue
-        if joint_graphs.is_traced_in_backward(node) or node.kwargs or PART in node.meta:
-            continue
-        (rows, width), (_, inner) = size_hints(node), size_hints(node.args[-2])
-        if rows * width and width >= WIDENS * inner:
-            found[node] = rows * width
+        if widens(node) and PART not in node.meta and (size := math.prod(size_hints(node))):
+            found[node] = size
     if not found:
         raise ChunkingUnsupported(f"it has no matrix product whose result is {WIDENS} times as wide as what it reads")
     largest = max(found, key=lambda node: found[node])

@@ -89,13 +89,12 @@ def _place(node: fx.Node, first: int, shape: tuple[int, ...]) -> tuple[int, int,
 
 def _is_row_by_row(node: fx.Node) -> bool:
     """Returns True if each row of the node's tensor follows from the same row of its operands, whose sizes are fixed."""
-    name, target = op_traits.packet(node), node.target
+    name = op_traits.packet(node)
     if node.op != "call_function" or not _is_static(node, *node.all_input_nodes):
         return False
     if name in SOFTMAXES or name in SOFTMAX_GRADIENTS:
         return node.args[1 if name in SOFTMAXES else 2] in (-1, len(shape_of(node)) - 1)
-    is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return (name in POINTWISE or is_pointwise) and not op_traits.traits_of(node) & SEQUENTIAL
+    return (name in POINTWISE or op_traits.is_pointwise(node)) and not op_traits.traits_of(node) & SEQUENTIAL
 
 
 def _keeps_zeros(reader: fx.Node, operand: fx.Node) -> bool:

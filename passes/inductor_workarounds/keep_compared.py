@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from autoremat.ops.op_traits import COMPARED, MATERIALIZED, is_view, kind_of, packet
+from autoremat.ops.op_traits import COMPARED, MATERIALIZED, is_pointwise, is_view, kind_of, packet
 from autoremat.ops.tensors import tensors_in
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private.symbolic_sizes import size_hint
@@ -102,7 +102,7 @@ def _origins(operand: fx.Node, most: int) -> dict[fx.Node, bool]:
         seen.add((node, chosen))
         is_norm = packet(node) in NORMS and any(isinstance(a, (int, float)) and math.isinf(a) for a in node.args)
         selects = is_norm or packet(node) in SELECTIONS
-        is_threshold = _numbers(node) < most and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        is_threshold = _numbers(node) < most and is_pointwise(node)
         if selects or _copies(node) or is_threshold:
             stack += [(read, chosen or selects) for read in _floating(node)]
         else:

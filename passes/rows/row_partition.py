@@ -20,7 +20,10 @@ from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.capture.source_info import origin
+from autoremat.torch_private import joint_graphs
 from autoremat.torch_private.symbolic_sizes import size_hint
+
+aten = torch.ops.aten
 
 Arguments = tuple[fx.node.Target, tuple[Any, ...], dict[str, Any]]
 """A call: its target, positional arguments and keyword arguments."""
@@ -85,6 +88,17 @@ def row_dimensions(shape: Sequence[int], count: int) -> Rows | None:
 def size_hints(node: Any) -> tuple[int, ...]:
     """Returns the present sizes of a node's tensor; empty if it is no tensor."""
     return tuple(size_hint(size) for size in getattr(node.meta.get("val"), "shape", ()))
+
+
+WIDENS = 2
+"""Minimum ratio of a product's width to the width of the rows that it reads."""
+
+
+def widens(node: fx.Node) -> bool:
+    """Returns True if the node is a matrix product of the forward that makes rows much wider."""
+    if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+        return False
+    return not joint_graphs.is_traced_in_backward(node) and size_hints(node)[1] >= WIDENS * size_hints(node.args[-2])[1]
 
 
 def has_dynamic_sizes(node: fx.Node) -> bool:

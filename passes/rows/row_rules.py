@@ -184,7 +184,7 @@ def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
     ``lead`` is the number of row dimensions for a node that reads nothing of the region. Raises ``ChunkingUnsupported`` if the
     node does not compute row by row.
     """
-    name, target = op_traits.packet(node), node.target
+    name = op_traits.packet(node)
     if node.op != "call_function" or (name not in TUPLE_RULES and call_cost.traits_of(node) & ~Trait.DISCONTINUOUS):
         raise ChunkingUnsupported(f"{described(node)} cannot be chunked")
     if name in RULES:
@@ -194,7 +194,7 @@ def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
         return Step({}, lambda args, kwargs, count: (node.target, ([count, *rest], *args[1:]), dict(kwargs)), Rows(lead))
     if name in ALONG:
         return _along(node, region, ALONG[name], lead)
-    if name in POINTWISE or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags):
+    if name in POINTWISE or op_traits.is_pointwise(node):
         return _pointwise(node, region, lead)
     raise ChunkingUnsupported(f"{described(node)} reads it and is not known to compute row by row")
 

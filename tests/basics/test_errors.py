@@ -17,36 +17,14 @@ from folders import ROOT
 
 import autoremat
 from autoremat.basics import errors
-from autoremat.basics.errors import (
-    SUPPORTED_MINORS,
-    AgreementError,
-    AutorematError,
-    BudgetInfeasible,
-    BudgetWarning,
-    CaptureError,
-    ChunkingUnsupported,
-    ConstraintWarning,
-    DeviceTooSmall,
-    FallbackWarning,
-    Occupant,
-    OptimizerUnpredictable,
-    OptionsError,
-    OptionWarning,
-    PlanFileError,
-    PlanInvalid,
-    PlanningError,
-    StepProfileError,
-    TransferError,
-    UnsupportedTorchError,
-)
 from autoremat.basics.warn import warn_user
 
 PACKAGE = Path(autoremat.__file__).parent
 
 OCCUPANTS = (
-    Occupant("add_2", 4 * 2**20, "", ""),
-    Occupant("log_softmax", 64 * 2**20, "loss", "train.py:31 in step"),
-    Occupant("mm_7", 4 * 2**20, "layers.3.mlp", "model.py:12 in forward"),
+    errors.Occupant("add_2", 4 * 2**20, "", ""),
+    errors.Occupant("log_softmax", 64 * 2**20, "loss", "train.py:31 in step"),
+    errors.Occupant("mm_7", 4 * 2**20, "layers.3.mlp", "model.py:12 in forward"),
 )
 
 
@@ -58,7 +36,7 @@ def infeasible(**changes):
         "occupants": OCCUPANTS,
         "device": "cuda:0",
     }
-    return BudgetInfeasible(**arguments | changes)
+    return errors.BudgetInfeasible(**arguments | changes)
 
 
 def test_message_of_an_infeasible_budget():
@@ -100,11 +78,11 @@ def test_what_binds_the_minimum_is_named():
     ]
     error = infeasible(parts=parts)
     assert "60.00 MiB (60%) of gradients, 30.00 MiB (30%) of operands of mm_7" in str(error)
-    assert str(BudgetInfeasible(**error.figures() | {"occupants": error.occupants})) == str(error)
+    assert str(errors.BudgetInfeasible(**error.figures() | {"occupants": error.occupants})) == str(error)
 
 
 def test_occupants_are_kept_largest_first_and_ten_are_shown():
-    many = [Occupant(f"value_{i:02}", 1024 * i, "block", "model.py:1") for i in range(1, 13)]
+    many = [errors.Occupant(f"value_{i:02}", 1024 * i, "block", "model.py:1") for i in range(1, 13)]
     error = infeasible(occupants=iter(many))
     assert [occupant.bytes for occupant in error.occupants] == [1024 * i for i in range(12, 0, -1)]
     assert "value_03" in str(error)
@@ -112,17 +90,17 @@ def test_occupants_are_kept_largest_first_and_ten_are_shown():
 
 
 def test_unsupported_torch_names_the_found_and_the_supported():
-    text = str(UnsupportedTorchError("2.9.1+cu128"))
+    text = str(errors.UnsupportedTorchError("2.9.1+cu128"))
     assert "found torch 2.9.1+cu128" in text
-    assert f"torch>=2.{SUPPORTED_MINORS[0]},<2.{SUPPORTED_MINORS.stop}" in text
+    assert f"torch>=2.{errors.SUPPORTED_MINORS[0]},<2.{errors.SUPPORTED_MINORS.stop}" in text
 
 
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AutorematError)]
+WITH_FIGURES = (errors.BudgetInfeasible, errors.DeviceTooSmall)
 ALL_ERRORS = [
-    AutorematError("base"), AgreementError("rank 1 has ended", 1), OptionsError("option"), UnsupportedTorchError("1.13"),
-    CaptureError("capture"), TransferError("transfer"), PlanInvalid("plan"), ChunkingUnsupported("loss"),
-    StepProfileError("step profile"), PlanningError("unplanned"), PlanFileError("file"), infeasible(),
-    infeasible(plan_file="plan.json"), infeasible(occupants=(), device=None, rank=3), OptimizerUnpredictable("optimizer"),
-    DeviceTooSmall(part="first step", budget_bytes=1, minimum_bytes=2, lower_bound_bytes=2, occupants=[Occupant("state", 2)]),
+    *(kind("text") for kind in KINDS if kind not in WITH_FIGURES), errors.AgreementError("rank 1 has ended", 1), infeasible(),
+    infeasible(plan_file="plan.json"), infeasible(occupants=(), device=None, rank=3),
+    errors.DeviceTooSmall(part="first step", budget_bytes=1, minimum_bytes=2, lower_bound_bytes=2, occupants=OCCUPANTS),
 ]  # fmt: skip
 
 
@@ -134,11 +112,6 @@ def test_errors_survive_pickling_and_copying(error):
         assert vars(again) == vars(error)
 
 
-def test_every_error_of_the_module_is_covered():
-    found = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AutorematError)}
-    assert found == {type(error) for error in ALL_ERRORS}
-
-
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_an_error_that_says_all_is_shown_without_its_way_through_the_planner(inner):
     model = torch.nn.Linear(64, 64)
@@ -147,7 +120,7 @@ def test_an_error_that_says_all_is_shown_without_its_way_through_the_planner(inn
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         compiled(torch.randn(64, 64))
     shown = "".join(traceback.format_exception(caught.value))
-    assert isinstance(caught.value.inner_exception, BudgetInfeasible)
+    assert isinstance(caught.value.inner_exception, errors.BudgetInfeasible)
     assert shown.count("no plan was found") == 1
     frames = [line for line in shown.splitlines() if line.lstrip().startswith(f'File "{PACKAGE}/')]
     assert len(frames) == 1
@@ -157,7 +130,7 @@ def test_public_table_is_complete_and_lazy():
     assert len(autoremat.__all__) > 30
     assert sorted(autoremat.__all__) == autoremat.__all__
     assert set(autoremat.__all__) <= set(dir(autoremat))
-    assert autoremat.BudgetInfeasible is BudgetInfeasible
+    assert autoremat.BudgetInfeasible is errors.BudgetInfeasible
     assert isinstance(autoremat.__version__, str)
     with pytest.raises(AttributeError, match="module 'autoremat' has no attribute 'nonsense'"):
         autoremat.nonsense  # noqa: B018
@@ -175,10 +148,10 @@ def test_causes_end_where_what_wraps_an_error_is_its_context():
     error, wrapper, later = ValueError(), RuntimeError(), KeyError()
     vars(wrapper)["inner_exception"], error.__context__, later.__context__ = error, wrapper, error
     assert list(errors.causes(later)) == [later, error, wrapper]
-    assert errors.find_cause(later, PlanInvalid) is None
+    assert errors.find_cause(later, errors.PlanInvalid) is None
 
 
-OURS = (BudgetWarning, ConstraintWarning, FallbackWarning, OptionWarning)
+OURS = (errors.BudgetWarning, errors.ConstraintWarning, errors.FallbackWarning, errors.OptionWarning)
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
 
 
@@ -191,7 +164,7 @@ def inside(module: str, called: Callable[[], object]) -> Callable[[], object]:
 
 def through(*modules: str) -> Callable[[], object]:
     """A function that warns from within frames of ``modules``, the innermost last."""
-    call: Callable[[], object] = functools.partial(warn_user, "text", OptionWarning)
+    call: Callable[[], object] = functools.partial(warn_user, "text", errors.OptionWarning)
     for module in reversed(modules):
         call = inside(module, call)
     return call
@@ -205,22 +178,22 @@ def through(*modules: str) -> Callable[[], object]:
     ],
 )
 def test_frames_of_torch_and_of_the_package_are_passed_over(modules):
-    with pytest.warns(OptionWarning) as caught:
+    with pytest.warns(errors.OptionWarning) as caught:
         through(*modules)()
     assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("module", ["torch_geometric.nn", "autorematic", "__main__"])
 def test_the_innermost_frame_of_another_package_is_named(module):
-    with pytest.warns(OptionWarning) as caught:
+    with pytest.warns(errors.OptionWarning) as caught:
         through(module, "torch._dynamo.b", "autoremat.compiler.a")()
     assert caught[0].filename == f"/elsewhere/{module}.py"
     assert caught[0].lineno == 2
 
 
 def test_without_a_frame_of_the_user_the_warning_comes_all_the_same():
-    frames = inside("torch.a", inside("autoremat.b", functools.partial(warn_user, "text", OptionWarning)))
-    with ThreadPoolExecutor(1, initializer=frames) as pool, pytest.warns(OptionWarning, match="text"):
+    frames = inside("torch.a", inside("autoremat.b", functools.partial(warn_user, "text", errors.OptionWarning)))
+    with ThreadPoolExecutor(1, initializer=frames) as pool, pytest.warns(errors.OptionWarning, match="text"):
         pool.submit(int).result()
 
 

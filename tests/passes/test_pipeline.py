@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from folders import ROOT
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -108,32 +103,3 @@ def test_seconds_and_graphs_are_logged_for_developers(caplog):
     assert timed == ["forward_region_operands", "ignore_running_averages", "insert_recomputation"]
     (graph,) = [line for line in lines if line.startswith("the graph after insert_recomputation:\n")]
     assert "gelu_recompute" in graph
-
-
-def functions_of(folder: Path) -> dict[str, list[ast.Call]]:
-    """The calls in all files below ``folder``, by the name of the function that is called."""
-    calls: dict[str, list[ast.Call]] = {}
-    for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                calls.setdefault(node.func.id, []).append(node)
-    return calls
-
-
-def passes() -> set[str]:
-    """The names of all functions in ``passes/`` that have the form of a pass."""
-    found = set()
-    for path in (ROOT / "passes").rglob("*.py"):
-        module = importlib.import_module(".".join(("autoremat", *path.relative_to(ROOT).with_suffix("").parts)))
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            first = next(iter(inspect.signature(function).parameters.values()), None)
-            form = first and first.annotation, inspect.signature(function).return_annotation
-            if not name.startswith("_") and form == ("fx.GraphModule", "int"):
-                found.add(name)
-    return found
-
-
-def test_no_pass_is_called_by_hand():
-    assert len(passes()) == 11
-    for folder in (ROOT / "autoremat", ROOT / "passes"):
-        assert not passes() & functions_of(folder).keys()
