@@ -23,7 +23,11 @@ _collected: ContextVar[list[str] | None] = ContextVar("messages of constraint wa
 
 def warn_user(message: str, category: type[Warning]) -> None:
     """Emits a warning that points at the user's line."""
-    frame = _users_frame(sys._getframe(1))
+    innermost = sys._getframe(1)
+    frame: FrameType | None = innermost
+    while frame is not None and str(frame.f_globals.get("__name__") or "torch").partition(".")[0] in BETWEEN:
+        frame = frame.f_back
+    frame = frame or innermost  # without a frame of the user, as in a thread of torch's
     names = frame.f_globals
     warnings.warn_explicit(
         message, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"),
@@ -34,17 +38,6 @@ def warn_user(message: str, category: type[Warning]) -> None:
 def warn_at(code: CodeType, message: str, category: type[Warning]) -> None:
     """Emits a warning that points at a function of the user, whatever calls it."""
     warnings.warn_explicit(message, category, code.co_filename, code.co_firstlineno)
-
-
-def _users_frame(innermost: FrameType) -> FrameType:
-    """Returns the innermost frame of the user; without one, as in a thread of torch's, the given one."""
-    frame: FrameType | None = innermost
-    while frame is not None:
-        module = frame.f_globals.get("__name__")
-        if isinstance(module, str) and module.partition(".")[0] not in BETWEEN:
-            return frame
-        frame = frame.f_back
-    return innermost
 
 
 def warn_of_constraint(message: str) -> None:

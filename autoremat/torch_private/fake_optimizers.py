@@ -105,9 +105,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def is_wrapper(tensor: Any) -> bool:
-    """Returns True for a tensor that consists of others, such as optimizer state of 8 bits with its scales."""
-    return is_traceable_wrapper_subclass(tensor)
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
+"""Returns True for a tensor that consists of others, such as optimizer state of 8 bits with its scales."""
 
 
 def is_number(tensor: torch.Tensor) -> bool:

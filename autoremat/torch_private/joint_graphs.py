@@ -27,9 +27,14 @@ BUDGET_KEY: str | None = names.resolve("torch.fx.traceback:MEMORY_BUDGET_ANNOTAT
 """The key of a ``torch.autograd.graph.region_activation_memory_budget`` among a node's annotations; None without regions."""
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Returns True if the placeholder holds a gradient that flows into the backward."""
-    return bool(aot_utils._is_tangent(node))
+is_tangent: Callable[[fx.Node], bool] = aot_utils._is_tangent
+"""Returns True if the placeholder holds a gradient that flows into the backward."""
+
+is_traced_in_backward: Callable[[fx.Node], bool] = partitioners._has_tag_is_backward
+"""Returns True if the node was traced in autograd's backward."""
+
+is_traced_in_forward: Callable[[fx.Node], bool] = partitioners._has_tag_is_forward
+"""Returns True if the node was traced in the model's forward."""
 
 
 def is_forward_input(node: fx.Node) -> bool:
@@ -45,16 +50,6 @@ def must_be_in_forward(node: fx.Node) -> bool:
 def must_be_in_backward(node: fx.Node) -> bool:
     """Returns True if the node is tagged to run in the backward, as mutations there are."""
     return node.op == "call_function" and bool(partitioners._must_be_in_backward(node))
-
-
-def is_traced_in_backward(node: fx.Node) -> bool:
-    """Returns True if the node was traced in autograd's backward."""
-    return bool(partitioners._has_tag_is_backward(node))
-
-
-def is_traced_in_forward(node: fx.Node) -> bool:
-    """Returns True if the node was traced in the model's forward."""
-    return bool(partitioners._has_tag_is_forward(node))
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Measured workspaces: each kernel runs alone, on synthetic tensors, once per signature.
 
 Later processes read the result from disk. A measurement is exact for tensors of these sizes, strides and types. A kernel whose
-memory depends on the data is measured on several kinds of data, and its dearest run counts (:class:`Filling`).
+memory depends on the data is measured on several kinds of data, and its dearest run counts (:data:`Filling`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -50,14 +49,6 @@ REFUSE_ZEROS = frozenset({aten.multinomial.default})
 """Ops that are not run on zeros: their CUDA kernels would make the device unusable for the process."""
 
 
-class Integers(Enum):
-    """The integers of a run: all zeros, all ones, or ascending from zero over the whole range that is valid for sure."""
-
-    ZEROS = 0
-    ONES = 1
-    ASCENDING = 2
-
-
 COUNTS = frozenset({aten.repeat_interleave.Tensor})
 """Ops whose integers count copies. Large counts would make their results arbitrarily large."""
 
@@ -68,16 +59,12 @@ PIVOTS = frozenset({aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default,
 """Ops whose integers are positions that count from one."""
 
 
-@dataclass(frozen=True)
-class Filling:
-    """The data of one run. ``floats=None`` stands for random numbers from 0 to 1, with masks that are True everywhere."""
+Filling = tuple[int | None, int | None]
+"""The floats and the integers of one run. None stands for random floats from 0 to 1, with masks that are True everywhere, and
+for integers that ascend from zero over the whole range that is valid for sure."""
 
-    floats: int | None
-    integers: Integers
-
-
-PLAIN = (Filling(None, Integers.ZEROS), Filling(0, Integers.ZEROS))
-WITH_INTEGERS = (Filling(None, Integers.ASCENDING), Filling(None, Integers.ONES))
+ONES: Filling = (None, 1)
+PLAIN: tuple[Filling, ...] = ((None, 0), (0, 0))
 
 
 @dataclass(frozen=True)
@@ -205,7 +192,7 @@ def _measure(
     sides = (size_hint(side) for tensor in tensors_in((args, kwargs, result)) for side in tensor.shape)
     valid = min(filter(None, sides), default=1)
     for filling in _fillings(node, any(map(_holds_integers, arguments)), valid):
-        if found and filling.integers is Integers.ONES and valid == 1:
+        if found and filling == ONES and valid == 1:
             break  # ones are then only for ops that reject zeros
         try:
             for tensor in arguments:
@@ -221,12 +208,12 @@ def _measure(
 
 def _fillings(node: fx.Node, has_integers: bool, valid: int) -> tuple[Filling, ...]:
     if node.target in PIVOTS:
-        return (Filling(None, Integers.ONES),)
-    found: tuple[Filling, ...] = PLAIN
+        return (ONES,)
+    found = PLAIN
     if has_integers and node.target not in LENGTHS:
         ascends = valid > 1 and node.target not in COUNTS
-        found += WITH_INTEGERS if ascends else WITH_INTEGERS[1:]
-    return tuple(one for one in found if one.floats != 0 or node.target not in REFUSE_ZEROS)
+        found += ((None, None), ONES) if ascends else (ONES,)
+    return tuple(one for one in found if one[0] != 0 or node.target not in REFUSE_ZEROS)
 
 
 def _holds_integers(tensor: torch.Tensor) -> bool:
@@ -235,15 +222,18 @@ def _holds_integers(tensor: torch.Tensor) -> bool:
 
 def _fill(tensor: torch.Tensor, filling: Filling, valid: int) -> None:
     """Fills the tensor's whole storage. Ascending integers are below ``valid``."""
-    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    whole, (floats, integers) = (
+        tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0),
+        filling,
+    )
     if not _holds_integers(tensor):
-        if tensor.dtype is torch.bool or filling.floats is not None:
-            whole.fill_(1 if filling.floats is None else filling.floats)
-    elif filling.integers is Integers.ASCENDING:
+        if tensor.dtype is torch.bool or floats is not None:
+            whole.fill_(1 if floats is None else floats)
+    elif integers is None:
         below = min(valid, torch.iinfo(tensor.dtype).max)
         whole.copy_(torch.arange(whole.numel(), device=whole.device) * below // max(1, whole.numel()))
     else:
-        whole.fill_(filling.integers.value)
+        whole.fill_(integers)
 
 
 def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told: list[int], device: torch.device) -> Measured:
