@@ -1,15 +1,30 @@
-"""Private names and versions of torch: modules import, names are there in their versions, and other versions are refused."""
+"""Private names and versions of torch: modules import, names are there in their versions, and what torch has changed."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+import torch
+import torch._dynamo.variables.streams  # noqa: F401  # registers the ops of streams
+import torch.distributed as distributed
+import torch.distributed._functional_collectives  # noqa: F401  # registers the collectives
 import torch.distributed.tensor  # noqa: F401  # imported here, because its first use warns of other packages
 from layers import SOURCES
+from oracles import same_bits
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.profiler import profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import autoremat
 from autoremat.basics.environment import NEWER_TORCH
-from autoremat.basics.errors import SUPPORTED_MINORS, UnsupportedTorchError
+from autoremat.basics.errors import SUPPORTED_MINORS, CaptureError, ConstraintWarning, OptionWarning, UnsupportedTorchError
 from autoremat.torch_private import check_torch_version, names
 
 
@@ -52,3 +67,186 @@ def test_later_versions_come_in_on_request_and_earlier_ones_never_do(monkeypatch
     monkeypatch.setenv(NEWER_TORCH, "0")
     with pytest.raises(UnsupportedTorchError):
         check_torch_version(NEWER)
+
+
+COLLECTIVES = torch.ops._c10d_functional
+UNCOMPILED = {"compiler": "aot_eager", "on_planning_error": "raise"}
+LEAST = {**UNCOMPILED, "memory_budget": 1, "on_infeasible": "best_effort"}
+ROWS, SIZE = 64, 32
+
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
+
+ran: list[str] = []
+"""The calls of the custom ops below, by name."""
+
+
+@torch.library.custom_op("versions::costly_sine", mutates_args=())
+def costly_sine(x: Tensor) -> Tensor:
+    ran.append("costly_sine")
+    return x.sin()
+
+
+@torch.library.custom_op("versions::spoken", mutates_args=())
+def spoken(x: Tensor) -> Tensor:
+    ran.append("spoken")
+    return x.clone()
+
+
+for op in (costly_sine, spoken):
+    op.register_fake(torch.empty_like)
+spoken.register_autograd(lambda _, gradient: gradient * 1)
+_register_effectful_op(torch.ops.versions.spoken.default, _EffectType.ORDERED)
+
+
+def gradients(compiled: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    ran.clear()
+    fresh = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    compiled(*fresh).sum().backward()
+    return [tensor.grad for tensor in fresh]
+
+
+def compile_(function: Callable[..., Tensor], backend: str = "autoremat", **options: object) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, options=options or None)
+
+
+class SineComputedAgain(torch.autograd.Function):
+    """Row sums of sines, whose backward computes the sines again rather than save them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.ops.versions.costly_sine(x).sum(-1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient[:, None] * torch.cos(torch.ops.versions.costly_sine(x))
+
+
+@pytest.mark.skipif("extra_node_key" not in inspect.signature(fx_graph_cse).parameters, reason="this torch merges such calls")
+def test_what_a_model_computes_again_in_its_backward_is_not_saved():
+    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
+    compiled = compile_(lambda x, weight: SineComputedAgain.apply(torch.tanh(x @ weight)), **LEAST)
+    gradients(compiled, x, weight)
+    assert ran == ["costly_sine"] * 2
+    assert autoremat.reports()[-1].saved_bytes == x.nbytes
+
+
+def region(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(torch.ops.versions.spoken(torch.tanh(x @ weight)) @ weight)
+
+
+def test_an_effect_that_is_ordered_to_run_again_runs_once_and_says_so():
+    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
+    expected = gradients(compile_(region, "aot_eager"), x, weight)
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+    checkpointed = compile_(lambda *inputs: checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts), **LEAST)
+    with pytest.warns(ConstraintWarning, match=r"versions.spoken.* runs once"):
+        found = gradients(checkpointed, x, weight)
+    assert ran == ["spoken"]
+    assert all(map(same_bits, found, expected))
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """A group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD.group_name
+    distributed.destroy_process_group()
+
+
+def wait_for_each(tensors: list[Tensor]) -> list[Tensor]:
+    return [COLLECTIVES.wait_tensor(tensor) for tensor in tensors]
+
+
+def wait_for_all(tensors: list[Tensor]) -> list[Tensor]:
+    return COLLECTIVES.wait_tensors(tensors)
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 and 2.12, in any use of the profiler
+@pytest.mark.parametrize("wait", [wait_for_each, wait_for_all])
+def test_gathered_weights_are_gathered_as_often_as_planned(group, wait):
+    if wait is wait_for_all and not hasattr(COLLECTIVES, "wait_tensors"):
+        pytest.skip("this torch waits for one tensor at a time")
+
+    def gathering(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        shards = [torch.tanh(first), torch.tanh(second)]
+        a, b = wait(COLLECTIVES.all_gather_into_tensor_coalesced(shards, 1, group))
+        return torch.tanh(torch.tanh(x @ a.sin()) @ b)
+
+    inputs = [torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)]
+    expected = gradients(compile_(gathering, "aot_eager"), *inputs)
+    compiled = compile_(gathering, **LEAST)
+    gradients(compiled, *inputs)
+    with profile() as recorded:
+        found = gradients(compiled, *inputs)
+    gather, plan = "all_gather_into_tensor_coalesced", autoremat.reports()[-1].plan
+    planned = [plan.graph.ops[index].target for index in plan.schedule.sequence]
+    ran = [event.name for event in recorded.events()]
+    assert ran.count(f"_c10d_functional::{gather}") == planned.count(f"_c10d_functional.{gather}.default") > 0
+    assert all(map(same_bits, found, expected))
+    assert autoremat.reports()[-1].recomputed_ops
+
+
+def overwritten(x: Tensor, weight: Tensor) -> Tensor:
+    hidden = torch.tanh(torch.tanh(x)) @ weight
+    x.mul_(0.5)
+    return hidden * torch.tanh(hidden @ weight)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_what_an_input_held_before_it_is_written_to_reaches_the_backward():
+    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
+    found = []
+    for compiled in (compile_(overwritten, "aot_eager"), compile_(overwritten, **LEAST)):
+        fresh = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
+        given = fresh[0].clone()
+        (compiled(given, fresh[1]).sum() + given.sum()).backward()
+        found.append([given.detach(), *(tensor.grad for tensor in fresh)])
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.streams, "record_event"), reason="this torch records no events in graphs")
+def test_graphs_with_streams_are_left_to_torch():
+    def waiting(x: Tensor, weight: Tensor) -> Tensor:
+        x = torch.tanh(x @ weight)
+        torch.ops.streams.record_event(0, 0)
+        torch.ops.streams.wait_event(0, 1)
+        return torch.tanh(x @ weight)
+
+    x = torch.randn(ROWS, SIZE, requires_grad=True)
+    with pytest.raises(CaptureError, match="stream"):
+        autoremat.explain(waiting, x, torch.randn(SIZE, SIZE), options=UNCOMPILED)
+
+
+def chain(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.tanh(torch.sin(x @ weight))
+    return x
+
+
+def test_a_budget_of_torchs_configuration_has_no_effect_and_says_so():
+    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
+    expected = gradients(compile_(chain, **UNCOMPILED), x, weight)
+    before = autoremat.reports()[-1]
+    with functorch_config.patch(activation_memory_budget=0.25), pytest.warns(OptionWarning, match="=0.25 has no effect"):
+        assert all(map(same_bits, gradients(compile_(chain, **UNCOMPILED), x, weight), expected))
+    assert autoremat.reports()[-1].saved_bytes == before.saved_bytes
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="this torch has no such regions"
+)
+def test_a_budget_of_a_region_has_no_effect_and_says_so():
+    def bounded(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autograd.graph.region_activation_memory_budget(0.25):
+            return chain(x, weight)
+
+    x, weight = torch.randn(ROWS, SIZE, requires_grad=True), torch.randn(SIZE, SIZE)
+    free = autoremat.pareto(chain, x, weight, points=2, torch_budgets=(1.0,), options=UNCOMPILED)
+    with pytest.warns(OptionWarning, match="=0.25 has no effect"):
+        bound = autoremat.pareto(bounded, x, weight, points=2, torch_budgets=(1.0,), options=UNCOMPILED)
+    assert bound == free
+    with pytest.warns(OptionWarning, match="=0.25 has no effect"):
+        gradients(compile_(bounded, **UNCOMPILED), x, weight)
