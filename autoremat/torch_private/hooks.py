@@ -51,15 +51,21 @@ def hooked(owner: Any, name: str, hook: Method) -> Iterator[None]:
             _hooked[key] = _install(owner, name)
         _hooked[key].active += 1
         function = _hooked[key].function
-    token = _hooks.set({**_hooks.get(), key: functools.partial(hook, _hooks.get().get(key, function))})
+    present: Mapping[tuple[Any, str], Method] = _hooks.get()
+    present = {**present, key: functools.partial(hook, present.get(key, function))}
     try:
-        yield
+        with held(_hooks, present):
+            yield
     finally:
-        _hooks.reset(token)
         with _installing:
-            _hooked[key].active -= 1
-            if not _hooked[key].active:
-                _put_back(owner, name, _hooked.pop(key))
+            found = _hooked[key]
+            found.active -= 1
+            if not found.active:
+                del _hooked[key]
+                if found.is_inherited:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, found.attribute)
 
 
 def substituted(owner: Any, name: str, value: Method) -> contextlib.AbstractContextManager[None]:
@@ -84,13 +90,6 @@ def _install(owner: Any, name: str) -> _Hooked:
     found = _Hooked(function, attribute, name not in vars(owner))
     setattr(owner, name, installed)
     return found
-
-
-def _put_back(owner: Any, name: str, found: _Hooked) -> None:
-    if found.is_inherited:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, found.attribute)
 
 
 @contextlib.contextmanager
