@@ -21,7 +21,7 @@ from torch import fx
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.builder import Alias
 from autoremat.capture.capture import Capture
-from autoremat.ops import batch_norms, op_traits
+from autoremat.ops import op_traits
 from autoremat.passes.insert_transfers import Loads
 from autoremat.planner.graph.op import COMMUNICATES, Role
 from autoremat.planner.graph.schedule import Schedule
@@ -92,9 +92,9 @@ class _Inserter:
         """Clones op ``index`` at the cursor and records its results as the newest holders."""
         node, op = self.capture.op_nodes[index], self.capture.graph.ops[index]
         copies, made = {node: self.clone(node)}, op.outputs
-        if batch_norms.averages_of(node):
-            batch_norms.forget_averages(copies[node])
-            made = made[: batch_norms.RESULTS]
+        if op_traits.averages_of(node):
+            op_traits.forget_averages(copies[node])
+            made = made[: op_traits.BATCH_NORM_RESULTS]
         for value in made:
             holder = self.capture.value_nodes[value]
             if holder is not None:

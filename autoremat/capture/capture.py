@@ -26,8 +26,7 @@ from autoremat.capture.builder import Alias, Builder, flatten, written_values
 from autoremat.capture.pricing import Pricer, Prices
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
-from autoremat.ops.batch_norms import RESULTS, averages_of
-from autoremat.ops.reductions import ends_pass
+from autoremat.ops.op_traits import BATCH_NORM_RESULTS, averages_of, ends_pass
 from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost.device import Device, cpu_device, cuda_device
 from autoremat.planner.cost.rates import Pricing
@@ -154,7 +153,7 @@ def _overwritten_inputs(builder: Builder) -> set[int]:
 def _read_again(builder: Builder, node: fx.Node) -> set[int]:
     """Returns the values that a second run of the node reads. Nobody else may read the new averages of a batch norm."""
     averages = {value for average in averages_of(node) for value in flatten(builder.aliases.get(average))}
-    moved = set(builder.makes[node][RESULTS:])
+    moved = set(builder.makes[node][BATCH_NORM_RESULTS:])
     readers = (reader for reader, read in builder.reads.items() if not moved.isdisjoint(read))
     is_free = all(joint_graphs.must_be_in_forward(reader) for reader in readers)
     return set(builder.reads[node]) - (averages if is_free else set())

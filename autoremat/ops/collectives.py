@@ -36,7 +36,7 @@ def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
     """
     if not op_traits.is_collective(node):
         return None
-    group, ranks = group_of(node), _arguments(node).get("group_size")
+    group, ranks = group_of(node), op_traits.named_arguments(node).get("group_size")
     ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group)
     pattern = Pattern.REDUCE if "all_reduce" in op_traits.schema_name(node) else Pattern.GATHER
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
@@ -80,14 +80,9 @@ def held_bytes(node: fx.Node, runs_on: str) -> int:
     return read + _bytes(node.meta.get("val")) + workspace_bytes(node, runs_on)
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    schema = node.target._schema  # type: ignore[union-attr]
-    return dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-
-
 def group_of(node: fx.Node) -> str:
     """Returns the name of the process group of a collective."""
-    return process_groups.name_of(_arguments(node).get("group_name"))
+    return process_groups.name_of(op_traits.named_arguments(node).get("group_name"))
 
 
 def _bytes(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Facts about calls of ops: views, randomness, mutation and effects, fusion, FLOPs.
+"""Facts about calls of ops: views, randomness, mutation and effects, fusion, FLOPs, reductions, batch norms.
 
 Each fact has one predicate. It comes from the op's schema and tags where torch declares it, else from the table of facts
 (:mod:`autoremat.ops.op_table`).
@@ -98,7 +98,7 @@ def is_random(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    bound = defaults | dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    bound = defaults | named_arguments(node)
     probability = bound.get(DROPOUT_OF_ATTENTION)
     if isinstance(probability, (int, float)) and probability == 0:
         return False
@@ -124,6 +124,12 @@ def traits_of_op(op: torch._ops.OpOverload) -> Trait:
 def schema_name(node: fx.Node) -> str:
     """Returns the name in the schema of the op that the node calls, such as "aten::mm"; empty if it calls none."""
     return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of a call of an op, by their names in its schema. Defaults are missing."""
+    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -288,3 +294,73 @@ def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     if formula is None:
         return 0
     return int(formula(*without_data(args), **without_data(kwargs), out_val=without_data(result)))
+
+
+LONG_ROW = 8192
+"""Most elements of a row that one block reduces if there are few rows (`reduction_split_factor` in Inductor's `choices.py`)."""
+
+FEW_ROWS = 2
+"""Rows per multiprocessor from which each row has one block, however long it is."""
+
+
+def ends_pass(node: fx.Node, multiprocessors: int) -> bool:
+    """Returns True if a kernel that reads the operands of ``node`` knows its result only at the end.
+
+    A kernel that reduces rows has each row in the cache when its result is known, and goes on with both. What depends on the
+    result of one of these runs in another kernel, which reads the operand again:
+
+    - A reduction over dimensions that are not the innermost in memory, such as the statistics of a batch norm.
+    - A reduction of few long rows. Inductor divides each among several blocks, and another kernel combines their results.
+    - A scatter.
+    """
+    known = facts(node)
+    if known.scatters or not known.reduces:
+        return known.scatters
+    operand = node.all_input_nodes[0].meta["val"]
+    reduced = _reduced(node, operand)
+    sizes, strides = ([size_hint(number) for number in numbers] for numbers in (operand.shape, operand.stride()))
+    rows = math.prod(size for dimension, size in enumerate(sizes) if dimension not in reduced)
+    length = math.prod(size for dimension, size in enumerate(sizes) if dimension in reduced)
+    steps = {dimension: stride for dimension, stride in enumerate(strides) if stride and sizes[dimension] > 1}
+    innermost = min((stride for dimension, stride in steps.items() if dimension not in reduced), default=math.inf)
+    return any(steps.get(dimension, 0) > innermost for dimension in reduced) or (
+        rows < FEW_ROWS * multiprocessors and length > LONG_ROW
+    )
+
+
+def _reduced(node: fx.Node, operand: torch.Tensor) -> set[int]:
+    named = named_arguments(node)
+    if "normalized_shape" in named:
+        return set(range(operand.dim() - len(named["normalized_shape"]), operand.dim()))
+    chosen: Any = named.get("dim", named.get("dims"))
+    return {one % max(1, operand.dim()) for one in ([chosen] if isinstance(chosen, int) else chosen or range(operand.dim()))}
+
+
+BATCH_NORM_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+BATCH_NORM_RESULTS = 3
+"""Number of results that a second run has: the normalized input, and the mean and deviation of the batch."""
+
+
+def averages_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the running averages, inputs of the graph, that a second run of the node need not read; none for any other op.
+
+    In training, the results do not depend on the averages. The step has overwritten them by the second run, which must not move
+    them again. The types of mean and deviation follow the averages' if the input has another type and there is no weight.
+    """
+    if node.target is not aten._native_batch_norm_legit_functional.default or len(node.args) != len(BATCH_NORM_ARGUMENTS):
+        return ()
+    given = dict(zip(BATCH_NORM_ARGUMENTS, node.args, strict=True))
+    averages = (given["running_mean"], given["running_var"])
+    types = {read.meta["val"].dtype for read in (given["input"], *averages) if isinstance(read, fx.Node)}
+    if given["training"] is not True or (len(types) > 1 and given["weight"] is None):
+        return ()
+    found = tuple(average for average in averages if isinstance(average, fx.Node) and average.op == "placeholder")
+    return found if len(found) == len(averages) else ()
+
+
+def forget_averages(call: fx.Node) -> None:
+    """Makes ``call``, a copy of a batch norm, a call that neither reads nor moves the running averages."""
+    given: dict[str, Any] = dict(zip(BATCH_NORM_ARGUMENTS, call.args, strict=True))
+    call.target = aten._native_batch_norm_legit.no_stats
+    call.args = tuple(value for name, value in given.items() if not name.startswith("running"))
+    call.meta["val"] = call.meta["val"][:BATCH_NORM_RESULTS]

@@ -15,7 +15,7 @@ from trained_steps import trained
 import autoremat
 from autoremat.basics.errors import BudgetWarning
 from autoremat.ops import op_table, op_traits
-from autoremat.ops.reductions import ends_pass
+from autoremat.ops.op_traits import ends_pass
 from autoremat.planner.graph.op import Trait
 from autoremat.report.decisions import Decision
 
