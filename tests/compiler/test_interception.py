@@ -53,26 +53,6 @@ def test_a_hook_acts_in_the_thread_that_set_it():
     assert Machine().run(5) == 5
 
 
-def test_hooks_of_two_threads_overlap():
-    entered, left = threading.Event(), threading.Event()
-
-    def second() -> list[int]:
-        with hooks.hooked(Machine, "run", lambda method, self, number: 20):
-            entered.set()
-            assert left.wait(LIMIT)
-            during = Machine().run(5)
-        return [during, Machine().run(5)]
-
-    with ThreadPoolExecutor(1) as pool:
-        with hooks.hooked(Machine, "run", lambda method, self, number: 10):
-            found = pool.submit(second)
-            assert entered.wait(LIMIT)
-            assert Machine().run(5) == 10
-        left.set()
-        assert found.result(LIMIT) == [20, 5]
-    assert Machine().run(5) == 5
-
-
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     made = Recording(Options())
