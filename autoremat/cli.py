@@ -365,7 +365,7 @@ def cache_command(ctx: click.Context) -> None:
     click.echo(f"{disk_cache.folder('')}: at most {format_bytes(disk_cache.size_limit())} of reports")
     for kind in disk_cache.KINDS:
         files = disk_cache.stored(kind)
-        click.echo(f"  {kind:<11}{len(files):>7} files {format_bytes(sum(file.bytes for file in files)):>12}")
+        click.echo(f"  {kind:<11}{len(files):>7} files {format_bytes(sum(about.st_size for about in files.values())):>12}")
 
 
 @cache_command.command()

@@ -18,7 +18,6 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -157,25 +156,15 @@ def locked(kind: str, key: str, longest: float) -> Iterator[bool]:
 # -- how much there is -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One file of the cache."""
-
-    path: Path
-    bytes: int
-    used: float
-    """Time of the last write or read, in seconds since 1970."""
-
-
-def stored(kind: str) -> list[Stored]:
-    """Returns the files of ``kind``, including lock files and the remains of interrupted writes."""
-    found = []
+def stored(kind: str) -> dict[Path, os.stat_result]:
+    """Returns the files of ``kind``, including lock files and the remains of interrupted writes. Writes and reads change
+    their modification time."""
+    found = {}
     with contextlib.suppress(OSError), os.scandir(folder(kind)) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # another process may delete the file meanwhile
                 if entry.name.endswith((".json", ".tmp", ".lock")) and not entry.is_dir(follow_symlinks=False):
-                    about = entry.stat(follow_symlinks=False)
-                    found.append(Stored(Path(entry.path), about.st_size, about.st_mtime))
+                    found[Path(entry.path)] = entry.stat(follow_symlinks=False)
     return found
 
 
@@ -193,20 +182,20 @@ def size_limit() -> int:
 
 def _evict() -> None:
     """Deletes abandoned temporary files, and the least recently used reports until a tenth of the limit is free."""
-    files = [file for kind in KINDS for file in stored(kind) if kind in EVICTED or file.path.suffix == ".tmp"]
+    files = [file for kind in KINDS for file in stored(kind).items() if kind in EVICTED or file[0].suffix == ".tmp"]
     limit, forgotten = size_limit(), time.time() - LEFT_OVER
-    excess = sum(file.bytes for file in files) - limit
+    excess = sum(about.st_size for _, about in files) - limit
     excess += limit // 10 if excess > 0 else 0
-    for file in sorted(files, key=lambda file: file.used):
-        if excess > 0 or (file.path.suffix == ".tmp" and file.used < forgotten):
+    for path, about in sorted(files, key=lambda file: file[1].st_mtime):
+        if excess > 0 or (path.suffix == ".tmp" and about.st_mtime < forgotten):
             with contextlib.suppress(OSError):
-                file.path.unlink(missing_ok=True)
-            excess -= file.bytes
+                path.unlink(missing_ok=True)
+            excess -= about.st_size
 
 
 def clear() -> int:
     """Deletes all files of the cache. Returns the bytes that this frees."""
-    files = [file for kind in KINDS for file in stored(kind)]
-    for file in files:
-        file.path.unlink(missing_ok=True)
-    return sum(file.bytes for file in files)
+    files = {path: about for kind in KINDS for path, about in stored(kind).items()}
+    for path in files:
+        path.unlink(missing_ok=True)
+    return sum(about.st_size for about in files.values())

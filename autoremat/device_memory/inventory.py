@@ -81,14 +81,9 @@ FEWER_PARAMETERS = "hold parameters in fewer bits, or shard them (FSDP2's fully_
 FEWER_GRADIENTS = "train fewer parameters (LoRA, frozen layers), or run the optimizer in the backward, which frees each early"
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a way to distribute a step holds on a device."""
-
-    row: LedgerRow
-    """Its memory. A row of no bytes is left out of the ledger."""
-    gradients: frozenset[int] = frozenset()
-    """Identities of the parameters whose gradients are part of that memory."""
+Held = tuple[LedgerRow, frozenset[int]]
+"""What a way to distribute a step holds on a device, a row of no bytes for nothing, and the identities of the parameters whose
+gradients are part of that memory."""
 
 
 def data_parallel(models: Sequence[nn.Module], inventory: Inventory) -> Held:
@@ -97,7 +92,7 @@ def data_parallel(models: Sequence[nn.Module], inventory: Inventory) -> Held:
     views = frozenset(id(p) for model in parallel if model.gradient_as_bucket_view for p in model.parameters())
     size = inventory.gradient_bytes(p for model in parallel for p in model.parameters())
     advice = "" if views else "gradient_as_bucket_view=True makes gradients views of the buckets"
-    return Held(LedgerRow("buckets of DistributedDataParallel", size, remedy=advice), views)
+    return LedgerRow("buckets of DistributedDataParallel", size, remedy=advice), views
 
 
 def fully_sharded(models: Sequence[nn.Module], inventory: Inventory) -> Held:
@@ -108,7 +103,7 @@ def fully_sharded(models: Sequence[nn.Module], inventory: Inventory) -> Held:
         freed = sorted((size for size, is_freed in groups if is_freed), reverse=True)
         size += sum(size for size, is_freed in groups if not is_freed) + sum(freed[:2])
         size += max((size for size, _ in groups), default=0)
-    return Held(LedgerRow("gathered parameters of fully_shard", size, COMPILED, "shard smaller modules"))
+    return LedgerRow("gathered parameters of fully_shard", size, COMPILED, "shard smaller modules"), frozenset()
 
 
 STRATEGIES: Sequence[Callable[[Sequence[nn.Module], Inventory], Held]] = (data_parallel, fully_sharded)
@@ -127,10 +122,10 @@ def rows_of_models(
     yield LedgerRow("parameters", inventory.bytes_of(parameters.values()), remedy=FEWER_PARAMETERS)
     yield LedgerRow("buffers", inventory.bytes_of(buffer for model in models for buffer in model.buffers()))
     held = [strategy(models, inventory) for strategy in STRATEGIES]
-    yield from (one.row for one in held)
-    counted = {key for one in held for key in one.gradients}
+    yield from (row for row, _ in held)
+    counted = {key for _, gradients in held for key in gradients}
     counted |= {id(p) for p in parameters.values() if hooks_free and hooks_after_gradients(p)}
-    gradients = inventory.gradient_bytes(p for p in parameters.values() if id(p) not in counted)
-    yield LedgerRow("gradients", gradients, UPDATES, FEWER_GRADIENTS)
+    size = inventory.gradient_bytes(p for p in parameters.values() if id(p) not in counted)
+    yield LedgerRow("gradients", size, UPDATES, FEWER_GRADIENTS)
     advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
-    yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)
+    yield LedgerRow(EARLIER_GRADIENTS, size if kept_in else 0, kept_in, advice)

@@ -294,31 +294,23 @@ CAST_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Types that autocast casts. Double precision stays as it is."""
 
 
-@dataclass(frozen=True)
-class Region:
-    """A region of autocast on CUDA."""
-
-    dtype: torch.dtype
-    is_enabled: bool
-
-
 def write_casts(graph: fx.Graph) -> None:
     """Makes the casts of the autocast regions on CUDA ops of their own, in place."""
-    regions: dict[fx.Node, Region] = {}
+    regions: dict[fx.Node, torch.dtype | None] = {}  # None where autocast is off
     for node in list(graph.nodes):
         if node.target is ENTER and node.args[0] == "cuda":
-            regions[node] = Region(node.args[1] or torch.float16, bool(node.args[2]))
+            regions[node] = (node.args[1] or torch.float16) if node.args[2] else None
         elif node.target is EXIT and node.args[0] in regions:
             entered = node.args[0]
             del regions[entered]
             graph.erase_node(node)
             graph.erase_node(entered)
-        elif regions:
-            _cast_in(node, [*regions.values()][-1])
+        elif regions and (dtype := [*regions.values()][-1]) is not None:
+            _cast_in(node, dtype)
 
 
-def _cast_in(node: fx.Node, region: Region) -> None:
-    if not region.is_enabled or node.op not in ("call_function", "call_method"):
+def _cast_in(node: fx.Node, half: torch.dtype) -> None:
+    if node.op not in ("call_function", "call_method"):
         return
     if node.target is F.cross_entropy:
         node.target = cross_entropy
@@ -328,7 +320,7 @@ def _cast_in(node: fx.Node, region: Region) -> None:
     read = node.all_input_nodes[::-1]  # torch casts the last argument first
     with node.graph.inserting_before(node):
         if name in SIXTEEN_BITS or name in THIRTY_TWO_BITS:
-            dtype = region.dtype if name in SIXTEEN_BITS else torch.float32
+            dtype = half if name in SIXTEEN_BITS else torch.float32
             cast = {argument: node.graph.call_function(to_type, (argument, dtype)) for argument in read}
         elif name in WIDEST:
             cast = {argument: node.graph.call_function(to_widest, (argument, *read)) for argument in read}

@@ -96,7 +96,7 @@ def _cards() -> Iterator[tuple[str, str]]:
 
 def _cache() -> Iterator[tuple[str, str]]:
     folder = disk_cache.folder("")
-    used = sum(file.bytes for kind in disk_cache.KINDS for file in disk_cache.stored(kind))
+    used = sum(about.st_size for kind in disk_cache.KINDS for about in disk_cache.stored(kind).values())
     nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     writable = os.access(nearest, os.W_OK) and nearest.is_dir()
     yield GOOD if writable else BAD, f"{folder}: {format_bytes(used)}{'' if writable else ', not writable'}"
