@@ -22,7 +22,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.device_memory.inventory import Inventory
 from autoremat.planner.memory.allocations import ROUNDING
-from autoremat.planner.memory.backward_bytes import BackwardBytes
+from autoremat.planner.memory.simulator import BackwardBytes
 from autoremat.report.report import Report
 from autoremat.torch_private import autograd
 from autoremat.torch_private.dynamo import until_reset

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, dags, graphs, saved_sets
 
 from autoremat.planner.api import plan
+from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Kind, Op, Role, Trait, Value
 from autoremat.planner.graph.schedule import Segments, build_schedule
-from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan
 
 

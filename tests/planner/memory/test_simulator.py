@@ -12,10 +12,10 @@ from memory_oracle import replay_bytes
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.basics.errors import PlanInvalid
+from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining, Kind, Role
 from autoremat.planner.graph.schedule import Schedule, build_schedule
-from autoremat.planner.graph.segments import Chain
 from autoremat.planner.memory.allocations import (
     FREED,
     MIB,

@@ -16,12 +16,12 @@ from strategies import FORMS, GraphBuilder, chain, changed, forms_of, graphs, sa
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError, PlanFileError, PlanInvalid
+from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
-from autoremat.planner.graph.segments import Chain
 from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.planner.memory.simulator import simulate
 from autoremat.planner.multigraph.fronts import point_of

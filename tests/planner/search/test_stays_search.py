@@ -17,13 +17,13 @@ from strategies import GraphBuilder, changed, close_under_need, graphs, on_host,
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
 from autoremat.planner.api import plan as plan_of
+from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
-from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import Moments
