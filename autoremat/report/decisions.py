@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.forms import BITS, HOST, SHARDS
 from autoremat.planner.graph.op import Constraint, Trait
 from autoremat.planner.plans.plan import Plan

@@ -21,7 +21,7 @@ from autoremat.capture.capture import Capture, capture
 from autoremat.capture.pricing import Prices
 from autoremat.capture.work import arithmetic_of, work_of
 from autoremat.measure import calibration
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.cost.rates import BATCH, Curve, Rate, Rates, curve_name
 from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import joint_graphs

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import bmat, csc_matrix, csr_matrix, eye
 
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint

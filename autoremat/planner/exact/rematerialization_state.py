@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.exact.interval_model import in_order
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint

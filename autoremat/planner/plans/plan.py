@@ -17,8 +17,7 @@ import numpy as np
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.cost.durations import durations
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import durations, traffic_of
 from autoremat.planner.cost.stalls import Stalls, stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.forms import Engine, Form
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind

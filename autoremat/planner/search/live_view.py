@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.arrays import Numbers
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from autoremat.basics.errors import PlanInvalid
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.search.work_limit import CUT, WorkLimit

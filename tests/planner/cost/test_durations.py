@@ -13,8 +13,7 @@ from memory_oracle import Buffer, Fusion
 from oracles import recompute_seconds, saving_seconds
 from strategies import GraphBuilder, changed, graphs, saved_sets
 
-from autoremat.planner.cost.durations import durations
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import durations, traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining, Kind, Op, Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule

@@ -12,7 +12,7 @@ from memory_oracle import replay_bytes
 from oracles import cheapest_cut, cut_cost
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
 from autoremat.planner.search.min_cut import FORBIDDEN, RESOLUTION, MinCut
