@@ -13,7 +13,7 @@ from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.forms import GATHERED_OVER
 from autoremat.host_memory import ops
 from autoremat.passes.building import Builder
-from autoremat.planner.graph.forms import BITS, HOST, SHARDS, Form
+from autoremat.planner.graph.op import BITS, HOST, SHARDS, Form
 from autoremat.torch_private import process_groups
 from autoremat.torch_private.inductor_lowering import OP
 

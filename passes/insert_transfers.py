@@ -25,7 +25,7 @@ from autoremat.capture import communication
 from autoremat.capture.capture import Capture
 from autoremat.passes.building import Builder
 from autoremat.passes.forms import BACKWARD, FORMS, FORWARD, FormNodes
-from autoremat.planner.graph.forms import Form
+from autoremat.planner.graph.op import Form
 from autoremat.planner.graph.schedule import Schedule, Stay
 
 STORED = "autoremat_stored_value"

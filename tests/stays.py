@@ -15,9 +15,8 @@ from autoremat.capture import forms
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planned_graph import PlannedGraph
-from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role, Value
+from autoremat.planner.graph.op import Engine, Form, Role, Transfer, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS

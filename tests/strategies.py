@@ -11,9 +11,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Inlining, Kind, Op, Role, Trait, Value
+from autoremat.planner.graph.op import Constraint, Engine, Form, Inlining, Kind, Op, Role, Trait, Transfer, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for

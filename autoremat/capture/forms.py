@@ -24,9 +24,8 @@ from autoremat.capture.communication import Replicated
 from autoremat.ops.collectives import gather_workspace_bytes
 from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost.links import HostLink, Links, Pattern, host_form, sent_bytes
-from autoremat.planner.graph.forms import BITS, SHARDS, Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Value
+from autoremat.planner.graph.op import BITS, SHARDS, Engine, Form, Transfer, Value
 from autoremat.planner.settings import SETTINGS
 from autoremat.torch_private import process_groups
 from autoremat.torch_private.symbolic_sizes import most

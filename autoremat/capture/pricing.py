@@ -21,7 +21,7 @@ from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.planner.cost.device import Device
 from autoremat.planner.cost.links import Interconnect, Links, LinkSource
 from autoremat.planner.cost.rates import Pricing, Rate, Rates, Work
-from autoremat.planner.graph.machine import Machine
+from autoremat.planner.graph.graph import Machine
 from autoremat.planner.graph.op import Op
 from autoremat.torch_private import compilers
 

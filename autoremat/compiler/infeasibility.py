@@ -17,7 +17,7 @@ from autoremat.compiler.joint_graph import with_allowed_forms
 from autoremat.compiler.planned_graph import PlannedGraph, counted
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.cost.links import Links
-from autoremat.planner.graph.forms import DEVICE, HOST
+from autoremat.planner.graph.op import DEVICE, HOST
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place

@@ -25,9 +25,8 @@ from autoremat.passes import before_capture
 from autoremat.passes.forms import FORMS
 from autoremat.planner.constraints.constraints import without_saved_copies
 from autoremat.planner.cost.links import Links, assumed_host_link
-from autoremat.planner.graph.forms import BITS, HOST, SHARDS
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role, Trait
+from autoremat.planner.graph.op import BITS, HOST, SHARDS, Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.settings import SETTINGS

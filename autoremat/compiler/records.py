@@ -20,7 +20,7 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler.problem import Problem, Record
 from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
-from autoremat.planner.graph.forms import SHARDS
+from autoremat.planner.graph.op import SHARDS
 from autoremat.report.data import CODEC
 from autoremat.torch_private import compilers, kernel_settings, process_groups, symbolic_sizes, tensor_identity
 from autoremat.torch_private.allocator import settings_of_process

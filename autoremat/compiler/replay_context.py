@@ -8,9 +8,8 @@ import torch
 
 from autoremat.capture.capture import Capture
 from autoremat.ops.collectives import GLOO_THREADS, held_bytes
-from autoremat.planner.graph.forms import SHARDS, Form
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role, Value
+from autoremat.planner.graph.op import SHARDS, Form, Role, Value
 from autoremat.planner.memory.allocations import HalfAllocations, joined, unsplit_bytes
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import compilers

@@ -21,7 +21,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.compiler.agreed_profile import Gathers, agreed_profile
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.step_of_parts import StepOfParts, step_of
-from autoremat.planner.graph.forms import SHARDS
+from autoremat.planner.graph.op import SHARDS
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile

@@ -9,7 +9,7 @@ from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, re
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
 from autoremat.planner.constraints.constraints import SavePattern
-from autoremat.planner.graph.forms import BITS, DEVICE, HOST, SHARDS
+from autoremat.planner.graph.op import BITS, DEVICE, HOST, SHARDS
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan

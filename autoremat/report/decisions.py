@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.durations import traffic_of
-from autoremat.planner.graph.forms import BITS, HOST, SHARDS
-from autoremat.planner.graph.op import Constraint, Trait
+from autoremat.planner.graph.op import BITS, HOST, SHARDS, Constraint, Trait
 from autoremat.planner.plans.plan import Plan
 
 

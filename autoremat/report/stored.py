@@ -8,7 +8,7 @@ from functools import cached_property
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.links import PLANNED_SHARE
 from autoremat.planner.cost.stalls import stalls_of
-from autoremat.planner.graph.forms import BITS, HOST, SHARDS, Engine
+from autoremat.planner.graph.op import BITS, HOST, SHARDS, Engine
 from autoremat.planner.plans.plan import Plan
 
 PLACES = {HOST: "on the host", BITS: "as bits", SHARDS: "as shards"}

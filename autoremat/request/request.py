@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
-from autoremat.planner.graph.forms import BITS, DEVICE, HOST
+from autoremat.planner.graph.op import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.request.limits import Limits
 

@@ -20,8 +20,7 @@ from autoremat.measure import links
 from autoremat.measure.links import host_link_of, least_link, measure_link
 from autoremat.options.options import Options
 from autoremat.planner.cost.links import HostLink
-from autoremat.planner.graph.forms import Engine
-from autoremat.planner.graph.op import Value
+from autoremat.planner.graph.op import Engine, Value
 from autoremat.planner.settings import SETTINGS
 from autoremat.tools.explain import previews
 

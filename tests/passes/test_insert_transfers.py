@@ -27,9 +27,8 @@ from autoremat.capture.capture import Capture
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.passes import apply_plan
-from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role, Value
+from autoremat.planner.graph.op import Engine, Form, Role, Transfer, Value
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")

@@ -32,7 +32,7 @@ from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.replay_context import code_headroom_bytes, replay_context
 from autoremat.ops.collectives import GLOO_THREADS
 from autoremat.options.options import Options
-from autoremat.planner.graph.forms import SHARDS, Engine
+from autoremat.planner.graph.op import SHARDS, Engine
 from autoremat.planner.settings import SETTINGS
 from autoremat.report.decisions import Decision
 from autoremat.tools.explain import previews

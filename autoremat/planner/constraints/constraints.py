@@ -22,9 +22,8 @@ from autoremat.basics.warn import collected_constraints
 from autoremat.basics.warn import warn_of_constraint as warn
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Policy, Region, matches_op, nearest
-from autoremat.planner.graph.forms import DEVICE
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Trait, Value
+from autoremat.planner.graph.op import DEVICE, NOT_REMATERIALIZABLE, Constraint, Op, Trait, Value
 from autoremat.planner.graph.schedule import Segments, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoremat.planner.cost.datasheets import GB, UNKNOWN_GPU, contains_word, datasheet, datasheet_name
-from autoremat.planner.graph.forms import Engine, Form, Transfer
+from autoremat.planner.graph.op import Engine, Form, Transfer
 
 
 class LinkSource(enum.Enum):

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoremat.planner.cost.durations import durations
-from autoremat.planner.graph.forms import Engine
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Engine
 from autoremat.planner.graph.schedule import Schedule, Stay
 
 LOAD, NEED, STORE, FREE = range(4)

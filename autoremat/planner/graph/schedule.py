@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
-from autoremat.planner.graph.forms import Form
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Form
 
 T = TypeVar("T")
 

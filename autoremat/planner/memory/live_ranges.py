@@ -12,8 +12,8 @@ import numpy as np
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.arrays import Flags, Numbers, arrays_of
-from autoremat.planner.graph.forms import Form
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Form
 from autoremat.planner.graph.schedule import Schedule, Stay
 
 NOT_COMPUTED = -1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.machine import Calls
+from autoremat.planner.graph.graph import Calls, Graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from typing import Any
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.disk_cache import read_regular_text
 from autoremat.basics.errors import PlanFileError, PlanInvalid
-from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.machine import Calls, Machine
+from autoremat.planner.graph.graph import Calls, Graph, Machine
 from autoremat.planner.graph.op import Op, Value
 from autoremat.planner.graph.schedule import Schedule
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.graph.arrays import Flags, Numbers
-from autoremat.planner.graph.forms import Engine, Form
+from autoremat.planner.graph.op import Engine, Form
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.memory.fusion import fusion_in
 from autoremat.planner.memory.live_ranges import Buffers

@@ -35,9 +35,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from autoremat.planner.cost.durations import traffic_of
-from autoremat.planner.graph.forms import Engine, Form
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Kind
+from autoremat.planner.graph.op import Constraint, Engine, Form, Kind
 from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS

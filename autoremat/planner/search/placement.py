@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoremat.planner.cost.stalls import stalls_of
-from autoremat.planner.graph.forms import Engine
+from autoremat.planner.graph.op import Engine
 from autoremat.planner.graph.schedule import Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan, Storable

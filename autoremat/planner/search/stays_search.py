@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoremat.planner.graph.arrays import Numbers
-from autoremat.planner.graph.forms import Engine
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint
+from autoremat.planner.graph.op import Constraint, Engine
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan

@@ -15,8 +15,8 @@ from autoremat.planner.cost.datasheets import DATASHEETS, GB
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.links import PLANNED_SHARE, HostLink, assumed_host_link, host_form
 from autoremat.planner.cost.stalls import stalls_of
-from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Engine, Form, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.stored import StoredTensors

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.ops.op_traits import inlining_of, kind_of, works_in_place
-from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.machine import Machine
+from autoremat.planner.graph.graph import Graph, Machine
 from autoremat.planner.graph.op import Inlining, Kind
 
 aten = torch.ops.aten

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, changed, graphs, saved_sets, with_forms
 
-from autoremat.planner.graph.forms import Engine, Form, Transfer
-from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.op import Engine, Form, Kind, Role, Transfer
 from autoremat.planner.graph.schedule import Stay, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan

@@ -20,9 +20,8 @@ from autoremat.planner.api import plan as plan_of
 from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.stalls import stalls_of
-from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role
+from autoremat.planner.graph.op import Engine, Form, Role, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.search.joint_program import JointProgram
