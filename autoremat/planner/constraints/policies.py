@@ -116,8 +116,17 @@ class Full:
         return grouped(_layers(forward, self), 1)
 
 
+class _Counted:
+    """A policy with one field, a number of layers or segments."""
+
+    def __post_init__(self) -> None:
+        (count,) = vars(self).values()
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise OptionsError(f"policy={self!r} is not accepted: expected a whole number > 0. Accepted: {FORMS}")
+
+
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(_Counted):
     """Recomputes every ``layers`` consecutive layers as one region and saves only its input (Megatron's "uniform").
 
     Raises ``OptionsError`` unless ``layers`` is an int > 0.
@@ -125,15 +134,12 @@ class Uniform:
 
     layers: int
 
-    def __post_init__(self) -> None:
-        _check_count(self, self.layers)
-
     def __call__(self, forward: Forward) -> list[Region]:
         return grouped(_layers(forward, self), self.layers)
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(_Counted):
     """Recomputes the first ``layers`` layers, each alone, and saves the others (Megatron's "block").
 
     Raises ``OptionsError`` unless ``layers`` is an int > 0.
@@ -141,15 +147,12 @@ class Block:
 
     layers: int
 
-    def __post_init__(self) -> None:
-        _check_count(self, self.layers)
-
     def __call__(self, forward: Forward) -> list[Region]:
         return grouped(_layers(forward, self)[: self.layers], 1)
 
 
 @dataclass(frozen=True)
-class Segments:
+class Segments(_Counted):
     """Recomputes all but the last of ``count`` segments (``checkpoint_sequential``).
 
     The segments divide the whole forward at narrow places. The backward reads the last one first. Raises ``OptionsError``
@@ -157,9 +160,6 @@ class Segments:
     """
 
     count: int
-
-    def __post_init__(self) -> None:
-        _check_count(self, self.count)
 
     def __call__(self, forward: Forward) -> list[Region]:
         return [Region(ops) for ops in forward.segments(self.count)[:-1]]
@@ -317,8 +317,3 @@ def identity(policy: Policy | None) -> object:
         f"policy={policy!r} is not accepted: caches must tell it from others. Make it a frozen dataclass or a function without "
         "a closure, written in a file, or give it a uuid() method"
     )
-
-
-def _check_count(policy: Policy, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise OptionsError(f"policy={policy!r} is not accepted: expected a whole number > 0. Accepted: {FORMS}")
