@@ -23,8 +23,7 @@ from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
 from autoremat.tools.advice import advise
-from autoremat.tools.dry_run import dry_runs
-from autoremat.tools.trace import CapturedVisitor, Target, trace
+from autoremat.tools.trace import CapturedVisitor, Target, dry_runs, trace
 from autoremat.torch_private import compilers, fake_tensors
 
 T = TypeVar("T")

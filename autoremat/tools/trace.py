@@ -29,15 +29,18 @@ from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
+from autoremat.compiler.compile_loop import compile_graph
+from autoremat.compiler.problem import Problem
 from autoremat.measure.machine import checked_device
 from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import OWN_KEYS, Options
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet, device_memory, known_cards
-from autoremat.request.budgets import request_of
+from autoremat.report.report import Report
+from autoremat.request.budgets import refuse_step_profiles, request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.tools.cuda_kernels import attention_on_cuda, use_kernels_of_cuda, write_casts
-from autoremat.torch_private import fake_tensors, frames, named_card
+from autoremat.torch_private import compilers, fake_tensors, frames, inductor_lowering, named_card
 from autoremat.torch_private.dynamo import graph_breaks
 
 
@@ -297,3 +300,63 @@ def models_in(thing: object, depth: int = frames.REACH, seen: set[int] | None = 
         return
     for inner in frames.parts_of(thing):
         yield from models_in(inner, depth - 1, seen)
+
+
+def _refuse_without_code(options: Options, target: Target) -> None:
+    if options.compiler != "inductor":
+        raise OptionsError(
+            f'lower=True: compiler={options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
+        )
+    if target.cuda_name is None:
+        return
+    if target.traced_on.type == "cuda":
+        if datasheet(target.cuda_name) is datasheet(torch.cuda.get_device_name(target.traced_on)):
+            return
+        raise OptionsError(
+            f"lower=True: {target.cuda_name} is another CUDA device than the one here, and Inductor generates code for that "
+            'one. Possible: device="cuda", or CUDA_VISIBLE_DEVICES= (empty) in the environment, which hides the device'
+        )
+    if (datasheet(target.cuda_name) or UNKNOWN_GPU).is_of_rocm:
+        raise OptionsError(
+            f"lower=True: Inductor generates code for {target.cuda_name} only beside such a card. Possible here: lower=False"
+        )
+    if not named_card.generates_triton():
+        raise OptionsError(
+            f"lower=True: code for {target.cuda_name} is Triton code, and the package triton is not installed. Possible: "
+            "pip install triton, or lower=False"
+        )
+
+
+def dry_runs(
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    device: str | torch.device | None,
+) -> tuple[list[Report], tuple[str, ...]]:
+    """Returns the reports of the step's graphs that train, in sequence (at least one), and notes on the dry run.
+
+    Raises ``OptionsError`` if ``compiler`` generates no code, if none can be generated here for the device, or if the budget is
+    a step profile.
+    """
+    refuse_step_profiles(options)
+    asked = compilers.asked_config(options)
+
+    def visiting(target: Target, resident_bytes: int) -> CapturedVisitor[Report | None]:
+        _refuse_without_code(options, target)
+
+        def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Report | None]:
+            inputs = fake_tensors.own_inputs(inputs)
+            request = replace(target.request(options, module, inputs, resident_bytes), on_planning_error="raise")
+            patches = {**asked, **fake_tensors.RUNS_NOTHING}
+            on_card = target.as_on_card(module)
+            problem = Problem(request, on_card, inputs, patches, target.cuda_name, may_repeat_collectives=True)
+            with target.tracing(), inductor_lowering.without_kernels():
+                return [compile_graph(problem).report]
+
+        return visit
+
+    found, notes = trace(model_or_fn, args, kwargs, device, visiting)
+    if left_out := [key for key in fake_tensors.RUNS_NOTHING if asked.get(key)]:
+        notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
+    return found, notes
