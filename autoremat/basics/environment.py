@@ -21,9 +21,14 @@ def said(variable: str) -> str:
     return os.environ.get(variable, "").strip()
 
 
+def given() -> dict[str, str]:
+    """Returns the variables that begin with ``AUTOREMAT_``, by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
+
+
 def warn_of_unknown() -> None:
     """Warns of variables that begin with ``AUTOREMAT_`` but are unknown, once per variable."""
-    unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in KNOWN and name not in _refused]
+    unknown = [name for name in given() if name not in KNOWN and name not in _refused]
     for name in unknown:
         _refused.add(name)
         nearest = difflib.get_close_matches(name[len(PREFIX) :], [known[len(PREFIX) :] for known in KNOWN], n=1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from autoremat.basics import disk_cache
+from autoremat.basics import disk_cache, environment
 from autoremat.basics.errors import SUPPORTED_MINORS, UnsupportedTorchError
 from autoremat.basics.units import format_bytes
 
@@ -36,9 +36,7 @@ def findings() -> Iterator[tuple[str, str, str]]:
         found = version_of(name)
         use = _accelerate() if name == "accelerate" else use
         yield (ABSENT if found is None else GOOD), name, f"{found or 'not installed'}{f': {use}' if use else ''}"
-    for name, value in sorted(os.environ.items()):
-        if name.startswith("AUTOREMAT_"):
-            yield ABSENT, name, value
+    yield from ((ABSENT, name, value) for name, value in environment.given().items())
 
 
 def version_of(package: str) -> str | None:

@@ -33,7 +33,7 @@ def drawn_at_once(monkeypatch, patches):
     monkeypatch.setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: True), raising=False)
     seen = []
 
-    def compile_nothing(*_):
+    def compile_nothing(*_, **__):
         other = threading.Thread(target=lambda: seen.append(TritonOverrides._can_use_4x_random()))
         seen.append(TritonOverrides._can_use_4x_random())
         other.start()
