@@ -63,19 +63,19 @@ pytestmark = pytest.mark.slow  # each rank is a process
 
 def with_costs_reversed(options: dict[str, Any]) -> dict[str, Any]:
     """A step for which the dearest ops of this process are the cheapest ones."""
-    true = joint_graph.priced
+    true = joint_graph.capture
 
-    def priced(*given: Any) -> Any:
-        found, how = true(*given)
+    def capture(*given: Any) -> Any:
+        found = true(*given)
         dearest = max(op.seconds for op in found.graph.ops)
         ops = tuple(dataclasses.replace(op, seconds=1.1 * dearest - op.seconds) for op in found.graph.ops)
-        return dataclasses.replace(found, graph=dataclasses.replace(found.graph, ops=ops)), how
+        return dataclasses.replace(found, graph=dataclasses.replace(found.graph, ops=ops))
 
-    joint_graph.priced = priced
+    joint_graph.capture = capture
     try:
         return step(options)
     finally:
-        joint_graph.priced = true
+        joint_graph.capture = true
 
 
 def with_code(excess: float) -> dict[str, Any]:
