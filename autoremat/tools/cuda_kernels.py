@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from autoremat.torch_private.names import MINOR
+from autoremat.torch_private import MINOR
 
 HALF = (torch.float16, torch.bfloat16)
 

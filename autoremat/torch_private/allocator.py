@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from autoremat.torch_private import names
+from autoremat.torch_private import resolve
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def settings_of_process() -> str:
     """Returns the settings of CUDA's caching allocator: those of the environment, or those that the process has set later."""
-    present = names.resolve("torch._C:_accelerator_getAllocatorSettings")
+    present = resolve("torch._C:_accelerator_getAllocatorSettings")
     text = "" if present is None else present()
     return text or next(filter(None, map(os.environ.get, VARIABLES)), "")
 

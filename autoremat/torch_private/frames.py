@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._dynamo import resume_execution
 
-from autoremat.torch_private import names
+from autoremat.torch_private import resolve
 
 LIMIT = "Dynamo recompile limit exceeded"
 """The begin of the reason for a frame that Dynamo has compiled too often."""
@@ -186,7 +186,7 @@ def when_given_up(listener: Callable[[GivenUp], None]) -> None:
     vars(telling)["listener"] = listener
     vars(convert_frame)["format_error_msg"] = telling
     vars(convert_frame)["_compile"] = compiling
-    skip = names.resolve("torch._dynamo.convert_frame:CatchErrorsWrapper._handle_skip")
+    skip = resolve("torch._dynamo.convert_frame:CatchErrorsWrapper._handle_skip")
     if skip is None:  # torch 2.12 and earlier do not say why they skip a frame
         return
 

@@ -17,7 +17,7 @@ from autoremat.basics.errors import OptionWarning
 from autoremat.basics.warn import warn_user
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
-from autoremat.torch_private import names
+from autoremat.torch_private import resolve
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.symbolic_sizes import most_of_expression
 
@@ -283,10 +283,10 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
     """
     from torch._inductor.codegen.triton import TritonOverrides
 
-    if names.resolve("torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random") is None:
+    if resolve("torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random") is None:
         yield
         return
-    if patches.get("use_rand4x", names.resolve("torch._inductor.config:use_rand4x")):
+    if patches.get("use_rand4x", resolve("torch._inductor.config:use_rand4x")):
         warn_user(
             "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different numbers "
             "for the same seed, and a recomputed dropout another mask. Leave the setting off here",
@@ -330,7 +330,7 @@ def sums_at_their_places() -> Iterator[None]:
     """
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
-    if names.resolve("torch._inductor.codegen.cpp:CppVecKernel._use_parallel_atomic_add") is not None:  # torch's own correction
+    if resolve("torch._inductor.codegen.cpp:CppVecKernel._use_parallel_atomic_add") is not None:  # torch's own correction
         yield
         return
 

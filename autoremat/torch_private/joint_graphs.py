@@ -19,11 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 from autoremat.basics.errors import ConstraintWarning, OptionWarning
 from autoremat.basics.warn import warn_user
-from autoremat.torch_private import names
+from autoremat.torch_private import resolve
 
 PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
 
-BUDGET_KEY: str | None = names.resolve("torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY")
+BUDGET_KEY: str | None = resolve("torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY")
 """The key of a ``torch.autograd.graph.region_activation_memory_budget`` among a node's annotations; None without regions."""
 
 
@@ -54,7 +54,7 @@ def must_be_in_backward(node: fx.Node) -> bool:
 
 def is_opaque(node: fx.Node) -> bool:
     """Returns True if the node holds an object that is neither a tensor nor a symbolic number; False under torch 2.11."""
-    check: Callable[[fx.Node], bool] | None = names.resolve("torch._functorch.partitioners:is_opaque_node")
+    check: Callable[[fx.Node], bool] | None = resolve("torch._functorch.partitioners:is_opaque_node")
     return check is not None and bool(check(node))
 
 
@@ -92,7 +92,7 @@ def prepare_joint(
 def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph:
     """Since torch 2.14, a call of the forward is not merged with one that the backward needs: a model may not want it saved."""
     merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
-    if names.resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)") is None:
+    if resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)") is None:
         return merge(joint.graph)
     _, gradients = joint_outputs(joint, num_fwd_outputs)
     return merge(joint.graph, extra_node_key=_needed_for(gradients).__contains__)
@@ -240,7 +240,7 @@ def extract_modules(
 
     The outputs are in the sequence that AOTAutograd expects.
     """
-    opaque = names.resolve("torch._functorch.partitioners:_extract_fwd_bwd_modules(saved_opaque_nodes)")
+    opaque = resolve("torch._functorch.partitioners:_extract_fwd_bwd_modules(saved_opaque_nodes)")
     varying: dict[str, Any] = {} if opaque is None else {opaque: saved_opaque}
     forward, backward = partitioners._extract_fwd_bwd_modules(
         joint,

@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from autoremat.basics.errors import CaptureError
-from autoremat.torch_private import names
+from autoremat.torch_private import resolve
 from autoremat.torch_private.hooks import held
 
 UNKNOWN_SIZE = 4096
@@ -34,7 +34,7 @@ POINTS = {1: 65, 2: 9, 3: 5}
 MOST_SIZES = 8
 """The number of size symbols that are sampled per expression. Further symbols take their largest value."""
 
-_hint: Callable[..., int] = names.resolve("torch.fx.experimental.symbolic_shapes:optimization_hint") or names.resolve(
+_hint: Callable[..., int] = resolve("torch.fx.experimental.symbolic_shapes:optimization_hint") or resolve(
     "torch.fx.experimental.symbolic_shapes:size_hint"  # its name in torch 2.11
 )
 

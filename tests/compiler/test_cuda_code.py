@@ -21,8 +21,7 @@ from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.request.request import Request
-from autoremat.torch_private import allocator, compilers, inductor_lowering, kernel_settings, names
-from autoremat.torch_private.names import MINOR
+from autoremat.torch_private import MINOR, allocator, compilers, inductor_lowering, kernel_settings, resolve
 from autoremat.workspaces.formulas import SMALL
 
 
@@ -48,7 +47,7 @@ def drawn_at_once(monkeypatch, patches):
 
 
 draws_four = pytest.mark.skipif(
-    names.resolve("torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random") is None,
+    resolve("torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random") is None,
     reason="kernels of this torch draw one number at a time",
 )
 

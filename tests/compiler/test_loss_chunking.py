@@ -18,7 +18,7 @@ from trained_steps import assert_close, largest_error, trained
 
 import autoremat
 from autoremat.basics.errors import OptionWarning
-from autoremat.torch_private.names import MINOR
+from autoremat.torch_private import MINOR
 
 WORDS, WIDTH, BATCH, LENGTH = 320, 16, 3, 22
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoremat
 from autoremat.basics.errors import BudgetWarning
 from autoremat.compiler import breaks
-from autoremat.torch_private import frames, names
+from autoremat.torch_private import MINOR, frames
 
 WIDTH, ROWS, TIMES = 8, 32, 2
 
@@ -187,7 +187,7 @@ def cells() -> list[object]:
 @pytest.mark.filterwarnings("ignore")  # of torch, on what these steps do
 @pytest.mark.parametrize(("kind", "place"), cells())
 def test_each_way_not_to_be_compiled_is_told_of_with_its_reason(kind, place):
-    if kind == "one tensor twice" and names.MINOR < 12:
+    if kind == "one tensor twice" and MINOR < 12:
         pytest.skip("this torch compiles it")
     step = compiled(step_with(kind, place))
     texts = warned(lambda x: step(x).backward(), inputs(), inputs())
@@ -266,7 +266,7 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(names.MINOR < 13, reason="this torch does not say why it skips a frame")
+@pytest.mark.skipif(MINOR < 13, reason="this torch does not say why it skips a frame")
 def test_a_first_step_within_a_mode_of_the_dispatcher_is_told_of():
     def loss(x: torch.Tensor) -> torch.Tensor:
         return layers[0](x).square().mean()
@@ -278,7 +278,7 @@ def test_a_first_step_within_a_mode_of_the_dispatcher_is_told_of():
     assert warned(step, inputs()) == []
 
 
-@pytest.mark.skipif(names.MINOR < 13, reason="this torch does not say why it skips a frame")
+@pytest.mark.skipif(MINOR < 13, reason="this torch does not say why it skips a frame")
 def test_modules_of_torch_that_dynamo_skips_are_told_of():
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
     model.compile(backend="autoremat", options=OPTIONS)

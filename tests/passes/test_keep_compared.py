@@ -19,7 +19,7 @@ from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulat
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared
 from autoremat.passes.inductor_workarounds.layouts import materialize_shared
 from autoremat.report.decisions import Decision, Reason
-from autoremat.torch_private.names import MINOR
+from autoremat.torch_private import MINOR
 
 ROWS, GROUPS, CLASSES = 64, 8, 5
 """Five classes: vectorised loops end in scalar code."""

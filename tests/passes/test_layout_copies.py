@@ -19,9 +19,8 @@ from autoremat.planner.cost.rates import Rate
 from autoremat.planner.graph.op import Constraint
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
-from autoremat.torch_private import compilers
+from autoremat.torch_private import MINOR, compilers
 from autoremat.torch_private.layouts import LAYOUT_COPY
-from autoremat.torch_private.names import MINOR
 
 aten = torch.ops.aten
 WEIGHT_BYTES = 64 * 64 * 3 * 3 * 4

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autoremat
 from autoremat.basics.environment import NEWER_TORCH
 from autoremat.basics.errors import SUPPORTED_MINORS, CaptureError, ConstraintWarning, OptionWarning, UnsupportedTorchError
-from autoremat.torch_private import check_torch_version, names
+from autoremat.torch_private import MINOR, VERSIONS, check_torch_version, resolve
 
 
 @pytest.mark.parametrize("module", [module for module in SOURCES if module and module != "__main__"])
@@ -33,12 +33,12 @@ def test_every_module_imports_on_this_torch(module):
     importlib.import_module(f"autoremat.{module}")
 
 
-@pytest.mark.parametrize("place", names.VERSIONS)
+@pytest.mark.parametrize("place", VERSIONS)
 def test_a_name_is_there_in_its_versions_and_in_no_other(place, monkeypatch):
-    is_expected = names.MINOR in names.VERSIONS[place]
-    monkeypatch.setitem(names.VERSIONS, place, range(99))
+    is_expected = MINOR in VERSIONS[place]
+    monkeypatch.setitem(VERSIONS, place, range(99))
     try:
-        names.resolve(place)
+        resolve(place)
         is_there = True
     except (AttributeError, ImportError):
         is_there = False
