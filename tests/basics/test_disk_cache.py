@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import threading
 import time
@@ -159,44 +158,6 @@ def test_a_lock_is_held_by_one_thread_at_a_time(folder):
 def test_nobody_waits_for_a_lock_longer_than_told(folder):
     with disk_cache.locked("rates", "key", 0) as first, disk_cache.locked("rates", "key", 0.1) as second:
         assert (first, second) == (True, False)
-
-
-def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(folder):
-    stop_reads, stop = os.pipe()
-    with disk_cache.locked("rates", "key", 0) as held:
-        assert held
-        child = os.fork()
-        if child == 0:
-            os.read(stop_reads, 1)
-            os._exit(0)
-    try:
-        with disk_cache.locked("rates", "key", 0) as again:
-            assert again
-    finally:
-        os.write(stop, b" ")
-        os.waitpid(child, 0)
-        os.close(stop_reads)
-        os.close(stop)
-
-
-def hold_for_ever(ready) -> None:
-    with disk_cache.locked("rates", "key", 0):
-        ready.set()
-        time.sleep(600)
-
-
-def test_a_killed_process_gives_its_lock_back(folder):
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    process = context.Process(target=hold_for_ever, args=(ready,))
-    process.start()
-    assert ready.wait(60)
-    with disk_cache.locked("rates", "key", 0) as held:
-        assert not held
-    process.kill()
-    process.join()
-    with disk_cache.locked("rates", "key", 60) as held:
-        assert held
 
 
 def test_the_default_folder_is_the_users_cache(monkeypatch):

@@ -258,12 +258,6 @@ def test_parse_bytes_is_exact_in_every_unit(count, unit, space, change_case):
     assert parse_bytes(f"{count}{space}{change_case(unit)}") == expected
 
 
-@given(st.integers(1, 10**15))
-def test_bytes_survive_a_round_trip_to_the_digits_shown(count):
-    shown = parse_bytes(format_bytes(count))
-    assert abs(shown - count) <= 0.005 * count
-
-
 @given(st.integers(-(10**18), 10**18))
 def test_format_bytes_never_shows_1024_of_a_unit(count):
     number, unit = format_bytes(count).split()
