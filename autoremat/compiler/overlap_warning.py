@@ -39,31 +39,27 @@ from autoremat.torch_private.untraced import around_backward
 TOLERANCE = 0.01
 """Share of its limit by which a step of several calls may exceed a share of what they need, which is an estimate."""
 
+PROFILE = "autoremat.profile_step(model, *batch, memory_budget=...) shares one budget among them; pass its result on."
+"""The remedy for several calls that are open together."""
 
-@dataclass(frozen=True, eq=False)
+
 class Watched:
     """A compiled graph and its report. ``by_share`` is True if its budget is a share of the reference peak."""
 
-    report: Report
-    by_share: bool
-    function: int | None = None
-    """Dynamo's number of the function."""
-    backwards: Backwards | None = None
-    sizes: SizeCheck | None = None
+    def __init__(self, report: Report, by_share: bool, function: int | None = None) -> None:
+        self.report, self.by_share, self.function = report, by_share, function
+        self.backwards, self.sizes = Backwards(report, told_of(function)), SizeCheck(report)
 
     @property
     def needs_look(self) -> bool:
         """True if something may have to be told of a call by itself."""
-        return not (self.backwards is None or self.backwards.told.told) or bool(self.sizes and self.sizes.assumed)
+        return bool(not self.backwards.told.told or self.sizes.assumed)
 
     def follow(self, node: Node, args: tuple[Any, ...], packed: Packed | None) -> None:
-        """Compares the sizes of a call with those that were planned for, and looks at its backwards.
-
-        ``packed`` is what hooks keep of its saved tensors.
-        """
-        if self.sizes is not None and self.sizes.assumed:
+        """Compares the sizes of a call with the assumed ones, and looks at its backwards. Hooks keep ``packed``."""
+        if self.sizes.assumed:
             self.sizes.compare(node)
-        if self.backwards is not None and not self.backwards.told.told:
+        if not self.backwards.told.told:
             self.backwards.follow(node, _device_of(args), packed)
 
     @cached_property
@@ -133,10 +129,10 @@ class SharedStep:
     def note(self, graph: Watched, earlier: Sequence[_Open]) -> None:
         """Counts a call of ``graph`` beside the open calls ``earlier``. One alone was judged when it was compiled."""
         report = graph.report
-        if not (earlier or graph.break_note):
+        if report.reference_bytes is None or not (earlier or graph.break_note):
             return
         peak = report.peak_bytes + sum(one.held_bytes for one in earlier)
-        without_us = (report.reference_bytes or 0) + sum(one.held_bytes_without_us for one in earlier)
+        without_us = report.reference_bytes + sum(one.held_bytes_without_us for one in earlier)
         limit = max(int((report.budget_share or 0.0) * without_us * (1 + TOLERANCE)), report.budget_bytes or 0)
         self.peak_bytes, self.limit_bytes = max(self.peak_bytes, peak), max(self.limit_bytes, limit)
         self.advice = graph.break_note or self.advice or _counting(graph, earlier)
@@ -190,8 +186,6 @@ class Watch:
         present = _Open(graph, _device_of(args), frozenset(map(id, leaves)))
         self.judge(present, graph.report.peak_bytes)
         self.gradients.note(leaves, graph.function)
-        if graph.by_share:
-            self.shared.note(graph, _earlier(present, self._beside(present)))
         return present
 
     def finish(self, present: _Open) -> None:
@@ -217,14 +211,15 @@ class Watch:
     def judge(self, present: _Open, peak: int) -> None:
         """Warns if the call ``present``, which needs ``peak`` bytes, brings the step on its device over its budget in bytes.
 
-        Backwards run in the reverse order of their forwards. Calls that are open now are therefore open again during this
-        call's backward.
+        A share is judged at the step's end. Backwards run in the reverse order of their forwards. Calls that are open now are
+        therefore open again during this call's backward.
         """
         graph, report = present.graph, present.graph.report
-        if graph.by_share or report.budget_bytes is None:
-            return
         here = self._beside(present)
         earlier = _earlier(present, here)
+        if graph.by_share or report.budget_bytes is None:
+            self.shared.note(graph, earlier)
+            return
         to_own, to_others = self.gradients.live_bytes(present.device, present.leaves, graph.function, bool(here))
         more = to_others + (0 if graph.counts_gradients else to_own) if graph.bounds_gradients else 0
         in_flight = sum(one.graph is graph for one in here)
@@ -241,12 +236,6 @@ class Watch:
         self.graphs.clear()
         self.gradients = StepGradients()
         self.shared = SharedStep()
-
-
-PROFILE = (
-    "autoremat.profile_step(model, *batch, memory_budget=...) shares one budget among all calls; pass its result as budget."
-)
-"""The remedy for several calls that are open together."""
 
 
 def _device_of(args: Iterable[Any]) -> torch.device:
@@ -319,8 +308,7 @@ def reset() -> None:
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch, and its backwards looked at."""
-    function = number_of_function()
-    graph = Watched(report, by_share, function, Backwards(report, told_of(function)), SizeCheck(report))
+    graph = Watched(report, by_share, number_of_function())
     _watch.add(graph)
 
     def call(*args: Any) -> Any:

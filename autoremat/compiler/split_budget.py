@@ -25,9 +25,9 @@ from autoremat.planner.graph.op import SHARDS
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile
-from autoremat.request.budgets import warn_of_open_calls
+from autoremat.request.budgets import request_of_share, warn_of_open_calls
 from autoremat.request.grants import note_grant
-from autoremat.request.limits import CommonBudget, Limits
+from autoremat.request.limits import CommonBudget
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import split_graphs
@@ -93,15 +93,8 @@ def request_in_split(problem: Problem, around: Surroundings) -> Request:
     if shared is None or share is None:
         return request
     profile, words = shared.profile, _words_of(split)
-    limits = Limits(
-        share.peak_bytes,
-        step_share=share,
-        host_bytes=profile.step.host_bytes,
-        ledger=profile.device_ledger,
-        common=CommonBudget(profile, f"{words.part} {split.number + 1}", _advice_of(split)),
-        advice=request.limits.advice,
-    )
-    return replace(request, limits=limits, calls=OpenCalls())
+    common = CommonBudget(profile, f"{words.part} {split.number + 1}", _advice_of(split))
+    return request_of_share(share, profile, request.options, request.limits.advice, common)
 
 
 def _words_of(split: split_graphs.Split) -> Words:

@@ -102,7 +102,7 @@ def _budgets(report: ReportData) -> Rows:
         peak, total = format_bytes(report.predicted_device_bytes or 0), format_bytes(ledger.total_bytes)
         name = f" ({ledger.device})" if ledger.device else ""
         reserve = f", {format_bytes(ledger.reserve_bytes)} of them kept free" if ledger.reserve_bytes else ""
-        part = NAMES[ledger.binding(report.peak_bytes)]
+        part = NAMES[ledger.binding(report.peak_bytes)][1]
         yield "device", f"predicted peak {peak} of {total}{name}{reserve}; it binds in {part}"
     if not report.within_budget:
         yield "over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"

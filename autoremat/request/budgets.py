@@ -21,7 +21,7 @@ from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.request.grants import granted_bytes
-from autoremat.request.limits import Limits
+from autoremat.request.limits import CommonBudget, Limits
 from autoremat.request.request import AS_A_STEP, Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private.dynamo import in_few_words
@@ -162,11 +162,18 @@ def _of_share(share: Share | None, profile: StepProfile, options: Options, aroun
             "host_memory has no effect under a step profile that was made without it: pass it to profile_step, in `options`",
             OptionWarning,
         )
-    advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
-    limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, advice=advice)
+    return request_of_share(share, profile, options, () if around.block is None else (ADVICE_FOR_A_BLOCK,))
+
+
+def request_of_share(
+    share: Share, profile: StepProfile, options: Options, advice: tuple[str, ...], common: CommonBudget | None = None
+) -> Request:
+    """Returns the request of a graph with a share in a step's budget, of which its errors may name the ``common`` figures."""
+    host, ledger = profile.step.host_bytes, profile.device_ledger
+    limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, common=common, advice=advice)
     if not (profile.must_fit or options.on_infeasible):
         options = replace(options, on_infeasible="best_effort")
-    return _with_ledger(Request.of(options, limits, OpenCalls()), profile)
+    return Request.of(options, limits, OpenCalls())
 
 
 def _with_ledger(request: Request, profile: StepProfile) -> Request:

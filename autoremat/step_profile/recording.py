@@ -177,7 +177,7 @@ class Recording:
         open_calls: list[int] = []
         dropped: set[int] = set()
         """The calls whose backward makes the saved tensors anew."""
-        running: list[Event] = []
+        running: list[tuple[int, bool]] = []
         found: list[Moment] = []
 
         def open_now() -> tuple[tuple[int, ...], int]:
@@ -191,30 +191,27 @@ class Recording:
                 found.append(Moment(reading.peak_bytes - saved, callers))
             if event is None:
                 break
-            caller = self.calls[event.call]
+            half, caller = (event.call, event.backward), self.calls[event.call]
             if not event.begins:
-                running.remove(Event(event.call, event.backward, begins=True))
+                running.remove(half)
                 if event.drops or running:  # one within another is a forward that a backward repeats, as part of its own work
                     dropped.add(event.call)
                 elif not event.backward:
                     open_calls.append(event.call)
                 continue
-            running.append(Event(event.call, event.backward, begins=True))
-            if not event.backward:
-                own = 0
-            elif event.call in open_calls:
-                open_calls.remove(event.call)
-                own = self._own_bytes(caller.graph, event)
-            elif event.call in dropped:
-                own = self._own_bytes(caller.graph, event, saves=False)
-            else:
-                continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
+            running.append(half)
+            is_open, own = event.call in open_calls, 0
+            if event.backward:
+                if not is_open and event.call not in dropped:
+                    continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
+                own = self._own_bytes(caller.graph, event, is_open)
+                open_calls = [call for call in open_calls if call != event.call]
             others, saved = open_now()
             if caller in ran:
                 found.append(Moment(reading.live_bytes - saved - own, others, number_of[caller], event.backward))
         return found
 
-    def _own_bytes(self, number: int, event: Event, saves: bool = True) -> int:
+    def _own_bytes(self, number: int, event: Event, saves: bool) -> int:
         """Returns the bytes that are live when a backward begins and that its peak counts."""
         graph = self.graphs[number]
         if not graph.planned:

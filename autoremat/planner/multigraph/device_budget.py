@@ -28,12 +28,13 @@ AFTER_FIRST = StepPart.LATER_STEP | StepPart.LATER_MICRO_BATCH | UPDATES
 ALWAYS = COMPILED | UPDATES
 
 NAMES = {
-    StepPart.FIRST_STEP: "forward and backward, first step",
-    StepPart.LATER_STEP: "forward and backward, later steps",
-    StepPart.LATER_MICRO_BATCH: "forward and backward, later micro-batches",
-    StepPart.FIRST_UPDATE: "the optimizer's first step",
-    StepPart.LATER_UPDATE: "the optimizer's later steps",
+    StepPart.FIRST_STEP: ("first step", "forward and backward, first step"),
+    StepPart.LATER_STEP: ("later steps", "forward and backward, later steps"),
+    StepPart.LATER_MICRO_BATCH: ("micro-batches", "forward and backward, later micro-batches"),
+    StepPart.FIRST_UPDATE: ("first update", "the optimizer's first step"),
+    StepPart.LATER_UPDATE: ("later updates", "the optimizer's later steps"),
 }
+"""The head of a column for each part, and its name in a text."""
 
 EARLIER_GRADIENTS = "gradients of earlier micro-batches"
 INPUTS = "inputs of the graph"
@@ -150,7 +151,7 @@ class DeviceBudget(Shown):
             occupants=[Occupant(row.name, row.bytes) for row in rows if row.bytes],
             device=self.device or None,
             remedies=(self.advice(part),),
-            part=NAMES[part],
+            part=NAMES[part][1],
         )
 
     def advice(self, part: StepPart) -> str:
@@ -169,7 +170,7 @@ class DeviceBudget(Shown):
         part = max((part for part in self.parts if part in COMPILED), key=self.bytes_in)
         return (
             f"the ledger of the device takes {format_bytes(self.bytes_in(part))} of {format_bytes(self.total_bytes)} in "
-            f"{NAMES[part]}, and a device of {format_bytes(self.total_bytes + excess_bytes)} would fit; {self.advice(part)}"
+            f"{NAMES[part][1]}, and a device of {format_bytes(self.total_bytes + excess_bytes)} would fit; {self.advice(part)}"
         )
 
     def line(self) -> str:
@@ -195,22 +196,12 @@ class DeviceBudget(Shown):
         """Returns the rows of the ledger by parts of the step, in bytes. A plan's ``peak_bytes`` add a row."""
         parts, name = self.parts, "peak of the plans" if self.step_peak_bytes else "peak of the plan"
         peak_bytes = None if peak_bytes is None else max(peak_bytes, self.step_peak_bytes)
-        table = PlainTable("ledger of the device", (*(SHORT[part] for part in parts), "memory"), numbers=len(parts))
+        table = PlainTable("ledger of the device", (*(NAMES[part][0] for part in parts), "memory"), numbers=len(parts))
         plan = () if peak_bytes is None else (LedgerRow(name, peak_bytes, COMPILED),)
         for row in (*self.rows, *plan):
             table.add_row(*(format_bytes(row.bytes) if part in row.live else "" for part in parts), row.name)
         table.add_row(*(format_bytes(self.bytes_in(part, peak_bytes or 0)) for part in parts), "sum")
         return table
-
-
-SHORT = {
-    StepPart.FIRST_STEP: "first step",
-    StepPart.LATER_STEP: "later steps",
-    StepPart.LATER_MICRO_BATCH: "micro-batches",
-    StepPart.FIRST_UPDATE: "first update",
-    StepPart.LATER_UPDATE: "later updates",
-}
-"""Heads of columns: forward and backward of the first step, of later steps and of later micro-batches; the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
