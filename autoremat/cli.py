@@ -34,7 +34,6 @@ class _Commands(click.Group):
     """Errors as a line of text with an exit code of their own; ``--traceback`` lets them through."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """What click calls once the arguments of the whole line are parsed."""
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: click.echo(f"Warning: {message}", err=True)
             try:
@@ -48,7 +47,6 @@ class _Commands(click.Group):
 
 
 def _failure(error: BaseException) -> click.ClickException:
-    """The error as click shows it, without its traceback, and the exit code that it has."""
     error = getattr(error, "inner_exception", None) or error  # torch wraps what a backend raises
     if isinstance(error, OSError) and error.filename:
         shown, code = click.ClickException(f"{error.filename}: {error.strerror}"), USAGE
@@ -127,7 +125,6 @@ def _made(target: str, *size: int) -> tuple[Any, Any, Any]:
 
 
 def _number_or_text(text: str) -> Any:
-    """``text`` as JSON has it (a number, a truth value, a list), else itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -150,8 +147,6 @@ _lower = click.option("--lower", is_flag=True,
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What is planned, as the argument and the options of a command say."""
-
     target: str
     device: str | None
     further: tuple[str, ...]
@@ -239,18 +234,7 @@ def _planning(budget_forms: str) -> Callable[[Callable[..., None]], Callable[...
 @_lower
 @_html
 @click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")
-def explain(
-    request: _Request,
-    as_json: bool,
-    details: bool,
-    values: bool,
-    totals: str | None,
-    peak: bool,
-    timeline: bool,
-    lower: bool,
-    html: Path | None,
-    save_plan: Path | None,
-) -> None:
+def explain(request: _Request, as_json: bool, lower: bool, html: Path | None, save_plan: Path | None, **more: Any) -> None:
     """Plan a training step without running it.
 
     MODULE:FUNCTION takes nothing and returns (model, inputs) or (model, inputs, optimizer): inputs is a tensor, a tuple of
@@ -267,10 +251,10 @@ def explain(
     if as_json:
         click.echo(found.to_json())
         return
-    click.echo(_shown(found, details))
-    tables = [found.table() if values else None, found.totals_table(totals) if totals else None]
-    for table in [*tables, found.peak_table() if peak else None, found.op_bytes_table() if timeline else None]:
-        if table is not None:
+    click.echo(_shown(found, more["details"]))
+    tables: dict[str, Callable[[], Any]] = {"values": found.table, "peak": found.peak_table, "timeline": found.op_bytes_table}
+    for name, make in ({"totals": lambda: found.totals_table(more["totals"])} | tables).items():
+        if more[name] and (table := make()) is not None:
             click.echo(f"\n{as_text(table)}")
 
 

@@ -60,11 +60,9 @@ class Report(Shown, ReportData):
         return f"{peaks}; time {self.added_share:+.1%}{stored}{clock}"
 
     def line(self) -> str:
-        """Returns the one-line representation."""
         return self.summary()
 
     def tables(self) -> Sequence[PlainTable]:
-        """Returns the printed table."""
         return [named_figures(text_tables.brief(self))]
 
     @property
@@ -84,9 +82,7 @@ class Details(Shown):
     report: ReportData
 
     def line(self) -> str:
-        """Returns the one-line representation."""
         return f"{len(text_tables.figures(self.report))} figures"
 
     def tables(self) -> Sequence[PlainTable]:
-        """Returns the printed tables."""
         return text_tables.tables(self.report)

@@ -21,7 +21,6 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.binding import remedy_for
 from autoremat.report.peak_snapshot import TensorCategory
 from autoremat.report.report import Report
-from autoremat.tools.size_search import seconds_of
 
 LEAST_SECONDS = 5.0
 """Seconds that advice may take after a plan of fewer seconds."""
@@ -114,6 +113,11 @@ def advise(
         text += f" What binds: {binding(error.parts)}."
     remedy = (remedy_for(error.parts[0][0]) if error.parts else "") or "a shorter sequence, or a device with more memory"
     return Advice(tuple(found), f"{text} What would help: {remedy}.")
+
+
+def seconds_of(report: Report) -> float:
+    """Returns the predicted seconds of the step under its plans, for all graphs that train."""
+    return sum(one.predicted_seconds for one in (report, *report.others))
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

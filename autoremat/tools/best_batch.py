@@ -14,8 +14,15 @@ from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
-from autoremat.tools.max_batch import LIMIT, options_for_sizes, planning_sizes
-from autoremat.tools.size_search import Outcome, SizeSearch, minimum_bytes_of, seconds_of
+from autoremat.tools.advice import seconds_of
+from autoremat.tools.max_batch import (
+    LIMIT,
+    Outcome,
+    SizeSearch,
+    minimum_bytes_of,
+    options_for_sizes,
+    planning_sizes,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,12 +37,10 @@ class BestBatch(Shown):
     """Each size, ascending, with its seconds of forward and backward (infinite if it does not fit) and its minimum peak."""
 
     def line(self) -> str:
-        """Returns the one line that a prompt shows."""
         budget = format_bytes(self.report.budget_bytes or 0)
         return f"{self.size} is best within {budget}: {self.samples_per_second:.4g} samples per second predicted"
 
     def tables(self) -> Sequence[PlainTable]:
-        """Returns the printed table."""
         table = PlainTable(self.line(), ("size", "samples/s", "forward and backward", "least peak"), numbers=4)
         for size, seconds, peak in self.tried:
             speed, time = (f"{size / seconds:.4g}", format_seconds(seconds)) if seconds < float("inf") else ("does not fit", "")

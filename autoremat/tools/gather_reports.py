@@ -21,13 +21,11 @@ class RankReports(Shown):
     by_rank: Mapping[int, tuple[Report, ...]]
 
     def line(self) -> str:
-        """Returns the one-line representation."""
         peaks = [report.peak_bytes for of_rank in self.by_rank.values() for report in of_rank]
         graphs = max(map(len, self.by_rank.values()), default=0)
         return f"{len(self.by_rank)} ranks, up to {graphs} graphs, largest peak {format_bytes(max(peaks, default=0))}"
 
     def tables(self) -> Sequence[PlainTable]:
-        """Returns the printed table: a row for each graph of each rank."""
         columns = ("rank", "graph", "budget", "peak", "baseline", "recomputation", "ops", "plan")
         table = PlainTable("", columns, numbers=7)
         for rank, of_rank in sorted(self.by_rank.items()):

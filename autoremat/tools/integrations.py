@@ -1,13 +1,15 @@
-"""Gives code that asks for Inductor this backend."""
+"""Gives code that asks for Inductor this backend, and the Trainer of Hugging Face the budget of its card."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from autoremat.device_memory.budget import device_budget
+from autoremat.options.options import configure
 from autoremat.torch_private import hooks
 
 
@@ -26,3 +28,30 @@ def as_inductor() -> Iterator[None]:
 
     with hooks.hooked(torch, "compile", with_this_backend):
         yield
+
+
+def device_budget_callback(total: int | str = "auto", others: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
+    """Returns a ``TrainerCallback`` that gives all graphs of a training the budget of a whole device.
+
+    When the training begins, it calls ``autoremat.device_budget`` with the Trainer's model, optimizer and number of accumulated
+    batches, and passes the result to ``autoremat.configure``. Graphs that are compiled before that keep their budgets. The
+    callback's attribute ``budget`` has the result.
+
+    ``total``, ``others`` and the ``keywords`` are those of ``autoremat.device_budget``.
+
+    Raises ``ImportError`` if transformers is not installed.
+    """
+    from transformers import TrainerCallback
+
+    class DeviceBudgetCallback(TrainerCallback):
+        """Sets the memory budget of the process from the memory of its device."""
+
+        budget = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            """Predicts the memory of the training and sets the budget."""
+            steps = {"accumulate": args.gradient_accumulation_steps, **keywords}
+            self.budget = device_budget(total, given["model"], given["optimizer"], others=others, **steps)
+            configure(memory_budget=self.budget)
+
+    return DeviceBudgetCallback()

@@ -161,7 +161,7 @@ def test_the_optimizers_step_can_bind():
     report = autoremat.reports()[-1]
     assert report.device_ledger.binding(report.peak_bytes) is StepPart.LATER_UPDATE
     assert report.predicted_device_bytes == pytest.approx(peak, rel=0.03)
-    assert "it binds in the optimizer's later steps" in " ".join(str(report.details).split())
+    assert "it binds in the optimizer's later steps" in " ".join(str(report).split())
 
 
 def test_a_step_that_alone_exceeds_the_device_is_refused_whatever_is_planned():

@@ -185,7 +185,7 @@ UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
 def test_a_callback_of_the_trainer_needs_the_memory_alone(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers", reason="needs the extra `integrations`")
     pytest.importorskip("accelerate", reason="needs the extra `integrations`")
-    from autoremat.tools.trainer_callback import device_budget_callback
+    from autoremat.tools.integrations import device_budget_callback
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:

@@ -22,8 +22,9 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
+from autoremat.tools.advice import seconds_of
 from autoremat.tools.explain import previews
-from autoremat.tools.size_search import SizeSearch, seconds_of
+from autoremat.tools.max_batch import SizeSearch
 from autoremat.torch_private import compilers, fake_tensors
 
 
