@@ -20,7 +20,7 @@ from torch import nn
 
 import autoremat
 from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.compiler.partitioning import rewrite
+from autoremat.compiler.lowering import rewrite
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import plan_without_us

@@ -23,8 +23,7 @@ from torch._inductor.compile_fx import compile_fx
 
 import autoremat
 from autoremat.compiler import compile_loop
-from autoremat.compiler.lowering import Halves, code_peaks
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.lowering import Halves, Partitioning, code_peaks
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.problem import Problem
 

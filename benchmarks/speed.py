@@ -39,7 +39,7 @@ import autoremat
 from autoremat.basics.units import format_bytes
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import JointGraph, PricedGraph
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.lowering import Partitioning
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.problem import Searches
 from autoremat.torch_private import joint_graphs

@@ -22,8 +22,7 @@ from autoremat.compiler import records
 from autoremat.compiler.attempts import Accept, Again, Infeasible, Rules, Trial, Verdict, next_step, unused_reason
 from autoremat.compiler.infeasibility import no_code_fits
 from autoremat.compiler.joint_graph import Partitioner
-from autoremat.compiler.lowering import Compiled, Halves, code_peaks, lower
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.lowering import Compiled, Halves, Partitioning, code_peaks, lower
 from autoremat.compiler.peers import Peers
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import plan_graph

@@ -164,18 +164,13 @@ class Partitioner(joint_graphs.CustomPartitionerFn):
 
 def price_graph(joint: JointGraph, problem: Problem) -> PricedGraph | None:
     """Returns a joint graph prepared for the compiler, captured and with the seconds of its ops; None without a backward."""
-    return capture_and_price(prepare(joint, problem), problem)
-
-
-def prepare(joint: JointGraph, problem: Problem) -> JointGraph:
-    """Returns the joint graph without dead code and common subexpressions, rewritten in place for the compiler."""
     now("reading the joint graph")
     joint_graphs.warn_of_torchs_budgets(joint.module)
     may_repeat = communication.is_gathering if problem.may_repeat_collectives else None
     higher_order.describe_results(joint.module.graph)
     module = joint_graphs.prepare_joint(joint.module, joint.num_forward_outputs, may_repeat)
     before_capture(module, runs_on_type(module, problem.cuda_name) if problem.request.fuses else None)
-    return replace(joint, module=module)
+    return capture_and_price(replace(joint, module=module), problem)
 
 
 def capture_and_price(joint: JointGraph, problem: Problem) -> PricedGraph | None:

@@ -18,7 +18,7 @@ from autoremat.capture import source_info
 from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.compiler.partitioning import tracing_to
+from autoremat.compiler.lowering import tracing_to
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.compiler.problem import Problem
 from autoremat.planner.graph.op import Role

@@ -20,7 +20,7 @@ from autoremat.capture.communication import may_communicate
 from autoremat.capture.source_info import graph_key
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import Partitioner
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.lowering import Partitioning
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options

@@ -15,7 +15,7 @@ from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PricedGraph, warn_of_unused_forms
-from autoremat.compiler.partitioning import tracing_to
+from autoremat.compiler.lowering import tracing_to
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.reference import reference_by_code

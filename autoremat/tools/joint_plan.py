@@ -15,7 +15,7 @@ from torch import fx
 
 from autoremat.basics.errors import CaptureError, OptionsError
 from autoremat.compiler.joint_graph import JointGraph, Partitioner, price_graph
-from autoremat.compiler.partitioning import Partitioning, rewrite
+from autoremat.compiler.lowering import Partitioning, rewrite
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem

@@ -20,7 +20,7 @@ import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.compiler import compile_loop, records
 from autoremat.compiler.joint_graph import Partitioner
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.lowering import Partitioning
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.records import fingerprint
 from autoremat.options.options import Options

@@ -12,8 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autoremat import OptionWarning, explain
 from autoremat.capture.work import product_type
 from autoremat.compiler import compile_loop, replay_context
-from autoremat.compiler.lowering import lower
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.lowering import Partitioning, lower
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options

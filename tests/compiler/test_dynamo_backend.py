@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionsError, OptionWarning, Report
 from autoremat.basics.errors import find_cause
-from autoremat.compiler import dynamo_backend, partitioning, planning
+from autoremat.compiler import dynamo_backend, lowering, planning
 from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
@@ -53,13 +53,13 @@ def new_reports() -> Callable[[], list[Report]]:
 def modules(monkeypatch: pytest.MonkeyPatch) -> list:
     """(forward, backward) FX modules of every graph that is planned from here on."""
     found: list = []
-    original = partitioning.apply_plan
+    original = lowering.apply_plan
 
     def apply_plan(*arguments: object):
         found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(partitioning, "apply_plan", apply_plan)
+    monkeypatch.setattr(lowering, "apply_plan", apply_plan)
     return found
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.basics.errors import ISSUES
 from autoremat.capture import capture
-from autoremat.compiler import partitioning
+from autoremat.compiler import lowering
 
 LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 
@@ -60,7 +60,7 @@ def product(x: torch.Tensor) -> torch.Tensor:
 
 WARNED = LEAST | {"on_planning_error": "fallback"}
 
-STAGES = ("compiler.joint_graph.capture", "compiler.planning.Planner", "compiler.partitioning.apply_plan")
+STAGES = ("compiler.joint_graph.capture", "compiler.planning.Planner", "compiler.lowering.apply_plan")
 FAILURES = (RuntimeError("as if"), MemoryError("as if"), KeyError("as if"))
 
 
@@ -96,7 +96,7 @@ def test_no_budget_is_lost_to_a_failure(monkeypatch: pytest.MonkeyPatch, stage: 
 
 
 def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, "compiler.partitioning.apply_plan", RuntimeError("as if"))
+    failing(monkeypatch, "compiler.lowering.apply_plan", RuntimeError("as if"))
     with pytest.warns(autoremat.FallbackWarning, match="as if"):
         gradient(product, backend="autoremat", options={"compiler": "aot_eager"})
 
@@ -281,14 +281,14 @@ def step(function: Body, **arguments: object) -> tuple[list[Tensor], int]:
 def backwards(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """The backward modules of what is planned from here on."""
     found: list[torch.fx.GraphModule] = []
-    original = partitioning.apply_plan
+    original = lowering.apply_plan
 
     def apply_plan(*arguments: object):
         modules = original(*arguments)
         found.append(modules[1])
         return modules
 
-    monkeypatch.setattr(partitioning, "apply_plan", apply_plan)
+    monkeypatch.setattr(lowering, "apply_plan", apply_plan)
     return found
 
 
