@@ -39,7 +39,7 @@ def brief(report: ReportData) -> Rows:
         asked[0] += f" (memory_budget={report.budget_share:g}{earlier})"
     if (ledger := report.device_ledger) is not None:
         whole = f"{format_bytes(ledger.total_bytes)} of {ledger.device or 'the device'}"
-        asked[0] += f", what {whole} leave; it binds in {NAMES[ledger.binding(report.peak_bytes)]}"
+        asked[0] += f", what {whole} leave; it binds in {NAMES[ledger.binding(report.peak_bytes)][1]}"
     asked += [] if report.max_slowdown is None else [f"{report.max_slowdown:.1%} more time"]
     yield "budget", ", ".join(asked) or "none"
     words, other = report.compared
