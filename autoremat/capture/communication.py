@@ -96,19 +96,17 @@ def may_communicate(gm: fx.GraphModule) -> bool:
     Collectives of hooks, as those of DistributedDataParallel, lie outside of the graph.
     """
     bodies = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return any(_communicates(node.target) or _is_subclass(node) for graph in bodies for node in graph.nodes)
-
-
-def _communicates(target: Any) -> bool:
-    namespace = getattr(target, "namespace", None) or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
-    module = str(getattr(target, "__module__", ""))
-    return namespace in op_traits.COLLECTIVE_NAMESPACES or module.startswith("torch.distributed")
-
-
-def _is_subclass(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    values = value if isinstance(value, list | tuple) else (value,)
-    return any(is_traceable_wrapper_subclass(one) for one in values)
+    for node in (node for graph in bodies for node in graph.nodes):
+        target: Any = node.target
+        namespace = getattr(target, "namespace", None) or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
+        value = node.meta.get("example_value")
+        if (
+            namespace in op_traits.COLLECTIVE_NAMESPACES
+            or str(getattr(target, "__module__", "")).startswith("torch.distributed")
+            or any(map(is_traceable_wrapper_subclass, value if isinstance(value, list | tuple) else (value,)))
+        ):
+            return True
+    return False
 
 
 aten = torch.ops.aten

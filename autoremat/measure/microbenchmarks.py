@@ -25,7 +25,7 @@ VERSION = 3
 
 Run = Callable[[], object]
 Sized = tuple[float, Run]
-"""An amount of work, and a function that does it."""
+"""An amount of work, and a function that does it: FLOPs of dense kernels, bytes of streams and indexed accesses, elements."""
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 """A function to compile."""
@@ -60,13 +60,11 @@ class Recipe:
 
 
 def matmul(place: Place, side: int) -> Sized:
-    """Returns the FLOPs of a product of two square matrices, and a function that runs it."""
     left, right = place.random(side, side), place.random(side, side)
     return 2.0 * side**3, lambda: left @ right
 
 
 def batched_matmul(place: Place, side: int) -> Sized:
-    """Returns the FLOPs of a batch of square products, and a function that runs it."""
     left, right = place.random(BATCH, side, side), place.random(BATCH, side, side)
     return 2.0 * side**3 * BATCH, lambda: torch.bmm(left, right)
 
@@ -75,13 +73,11 @@ HEADS, HEAD_WIDTH = 8, 64
 
 
 def attention(place: Place, length: int) -> Sized:
-    """Returns the FLOPs of attention over ``length`` tokens, and a function that runs it."""
     query, key, value = (place.random(1, HEADS, length, HEAD_WIDTH) for _ in range(3))
     return 4.0 * HEADS * HEAD_WIDTH * length**2, lambda: F.scaled_dot_product_attention(query, key, value)
 
 
 def attention_backward(place: Place, length: int) -> Sized:
-    """Returns the FLOPs of the backward of :func:`attention`, and a function that runs it."""
     query, key, value = tensors = [place.random(1, HEADS, length, HEAD_WIDTH).requires_grad_() for _ in range(3)]
     with torch.enable_grad():
         result = F.scaled_dot_product_attention(query, key, value)
@@ -113,7 +109,6 @@ def convolution(kernel: int, depthwise: bool, backward: bool) -> Callable[[Place
 
 
 def stream(place: Place, count: int) -> Sized:
-    """Returns the bytes that a sum of ``count`` elements reads and writes, and a function that runs it."""
     left, right, out = place.random(count), place.random(count), place.random(count)
     return 12.0 * count, lambda: torch.add(left, right, out=out)
 
@@ -123,25 +118,21 @@ ROW = 128
 
 
 def gather(place: Place, rows: int) -> Sized:
-    """Returns the bytes that a gather of rows reads and writes, and a function that runs it."""
     table, index = place.random(rows, ROW), place.indices(rows, rows)
     return 8.0 * rows * ROW + 8 * rows, lambda: F.embedding(index, table)
 
 
 def scatter(place: Place, rows: int) -> Sized:
-    """Returns a scatter that reads the rows and the table, and writes the table."""
     table, added, index = place.random(rows, ROW), place.random(rows, ROW), place.indices(rows, rows)
     return 12.0 * rows * ROW + 8 * rows, lambda: aten.index_put(table, [index], added, True)
 
 
 def sort(place: Place, count: int) -> Sized:
-    """Returns the number of elements of a sort, and a function that runs it."""
     tensor = place.random(count)
     return float(count), lambda: torch.sort(tensor)
 
 
 def scan(place: Place, rows: int) -> Sized:
-    """Returns the number of elements of a cumulative sum, and a function that runs it."""
     tensor = place.random(rows, ROW)
     return float(rows * ROW), lambda: torch.cumsum(tensor, 0)
 

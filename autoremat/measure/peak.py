@@ -144,7 +144,8 @@ class CpuTracker(PeakTracker):
         found = list(_events(results.experimental_event_tree()))
         start = results.trace_start_ns()
         self.marks = tuple(sorted((e.start_time_ns - start) / 1e9 for e in found if e.name == MARK))
-        timeline = _replay(sorted(filter(_is_allocation, found), key=lambda event: event.start_time_ns), start)
+        on_cpu = [e for e in found if hasattr(e.extra_fields, "alloc_size") and e.extra_fields.device.type == "cpu"]
+        timeline = _replay(sorted(on_cpu, key=lambda event: event.start_time_ns), start)
         return max(held for _, held in timeline), timeline
 
 
@@ -168,11 +169,6 @@ def _events(roots: Iterable[Any]) -> Iterator[Any]:
         event = pending.pop()
         pending.extend(reversed(event.children))
         yield event
-
-
-def _is_allocation(event: Any) -> bool:
-    """Returns True if the event is an allocation or a release by the CPU allocator."""
-    return hasattr(event.extra_fields, "alloc_size") and event.extra_fields.device.type == "cpu"
 
 
 def _replay(events: Iterable[Any], start_ns: int) -> Timeline:

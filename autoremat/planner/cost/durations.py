@@ -98,7 +98,7 @@ class _Kernels:
 
     def seconds(self, alone: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the seconds of each execution. ``alone`` are those that its op takes as a kernel of its own."""
-        graph, given, arithmetic = self.graph, self.graph.derived(_given), arithmetic_seconds(self.graph)
+        graph, given, arithmetic = self.graph, self.graph.derived(_given), self.graph.derived(_arithmetic)
         kinds: list[int] = arrays_of(graph).kinds[list(self.sequence)].tolist()
         unfused, found = alone.tolist(), [0.0] * len(alone)
         seen = dict[int, tuple[dict[int, float], dict[int, float]]]()
@@ -176,15 +176,8 @@ class _Kernels:
         return kernel, read_bytes
 
 
-def arithmetic_seconds(graph: Graph) -> list[float]:
-    """Returns, for each op, the seconds beside memory traffic, computed once per graph.
-
-    An op that is no stream has none if it takes no longer than its traffic.
-    """
-    return graph.derived(_arithmetic)
-
-
 def _arithmetic(graph: Graph) -> list[float]:
+    """Returns, for each op, the seconds beside memory traffic. An op that is no stream has none if its traffic takes longer."""
     per_byte = graph.machine.saving_seconds_per_byte / 2 * (1 + ROUNDING)
     return [
         op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0

@@ -211,13 +211,10 @@ class Rates:
         """Seconds to write one byte in the forward and to read it in the backward."""
         return 2.0 * self.curves[curve_name(Rate.STREAM)].seconds(BYTES_OF_SAVING) / BYTES_OF_SAVING
 
-    def _curve_name(self, task: Task) -> str:
-        types = (task.dtype, *SUBSTITUTES.get(task.dtype, ()), "float32")
-        return next(name for name in (curve_name(task.rate, t) for t in types) if name in self.curves)
-
     def _task_seconds(self, task: Task) -> float:
-        slowdown = DOUBLE_SLOWDOWN if task.dtype in ("float64", "complex128") else 1.0
-        return slowdown * task.count * self.curves[self._curve_name(task)].seconds(task.amount)
+        names = (curve_name(task.rate, dtype) for dtype in (task.dtype, *SUBSTITUTES.get(task.dtype, ()), "float32"))
+        curve = next(self.curves[name] for name in names if name in self.curves)
+        return (DOUBLE_SLOWDOWN if task.dtype in ("float64", "complex128") else 1.0) * task.count * curve.seconds(task.amount)
 
     def to_json(self) -> str:
         """Returns the rates as JSON; :meth:`from_json` reads it back."""

@@ -189,7 +189,8 @@ def replay(
             own = workspace_of(name_in_code(_written_buffer(statement)))
             needed = _workspace_by_name(statement.value, made, workspaces or {}) if own is None else own
             needed += _reordered(statement.value, heap)
-            heap.use_workspace(needed, _is_recorded(statement, is_recorded))
+            in_names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+            heap.use_workspace(needed, any(map(is_recorded, in_names)))
     return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
 
 
@@ -215,10 +216,6 @@ def _allocations(heap: Heap, arguments: Iterable[str], statements: Sequence[ast.
     results = [(name, number) for name in names for number in sorted(heap.names.get(name, ())) if heap.sizes[number]]
     received = [(name, number) for number, name in enumerate(arguments) if heap.sizes[number]]
     return HalfAllocations(tuple(heap.events), frozenset(heap.pooled), tuple(received), tuple(results))
-
-
-def _is_recorded(statement: ast.stmt, is_recorded: Callable[[str], bool]) -> bool:
-    return any(is_recorded(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name))
 
 
 def _copy(heap: Heap, name: str, value: ast.expr, copied: Mapping[str, int] | None) -> None:
