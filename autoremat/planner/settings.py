@@ -157,6 +157,8 @@ class LedgerSettings:
 
     effort: float = 30.0
     """Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
+    plans_of_variants: int = 12
+    """Number of plans of one graph that are considered together as they are, if its calls may have different plans."""
     worth_of_a_plan: float = 0.02
     """Share of the added seconds that one more plan per graph must save."""
     worth_in_the_step: float = 0.001

@@ -168,6 +168,22 @@ class Step:
         mixes = any(counts[n] > 1 and len(graph.front) > 1 for n, graph in zip(self.numbers, self.graphs, strict=True))
         return range(1, self.variants + 1 if mixes else 2)
 
+    def considered(self, graph: StepGraph, variants: int) -> Plans:
+        """Returns the plans of ``graph`` to choose from: if calls may differ, and there are many, those that can be mixed well.
+
+        They are the corners of the front's convex hull by saved bytes and seconds, and the plan of the least peak.
+        """
+        if variants == 1 or len(graph.front) <= SETTINGS.ledger.plans_of_variants:
+            return graph.front
+        hull: list[PlanPoint] = []
+        for p in sorted(graph.front, key=lambda p: (p.saved_bytes, p.seconds)):
+            while len(hull) > 1 and (hull[-1].seconds - hull[-2].seconds) * (p.saved_bytes - hull[-1].saved_bytes) >= (
+                p.seconds - hull[-1].seconds
+            ) * (hull[-1].saved_bytes - hull[-2].saved_bytes):
+                hull.pop()
+            hull.append(p)
+        return tuple(dict.fromkeys((*hull, min(graph.front, key=lambda p: p.backward_peak_bytes), graph.fastest)))
+
     def _chosen(self, variants: int, budget: int | None, hint: Plans | None, least_peak: bool = True) -> Plans | None:
         """Returns the best plans of at most ``variants`` per graph that CP-SAT finds; None if it finds none.
 
@@ -246,7 +262,7 @@ class _Program:
         self.model: Any = cp_model.CpModel()
         self.step, self.variants = step, variants
         owners = step.numbers if variants == 1 else range(len(step.graphs))
-        fronts = {owner: graph.front for owner, graph in zip(owners, step.graphs, strict=True)}
+        fronts = {owner: step.considered(graph, variants) for owner, graph in zip(owners, step.graphs, strict=True)}
         variables = {o: [self.model.new_bool_var(f"x[{o},{k}]") for k in range(len(front))] for o, front in fronts.items()}
         for choices in variables.values():
             self.model.add_exactly_one(choices)
@@ -274,13 +290,16 @@ class _Program:
     def costs(self) -> Any:
         """Returns the seconds of all calls above those of the fastest plans, and then the bytes on the host, in units."""
         graphs = self.step.graphs
-        added = [[g.calls * (p.seconds - g.fastest.seconds) for p in g.front] for g in graphs]
-        worst = sum(map(max, added)) or 1.0
-        held = max(p.host_bytes for g in graphs for p in g.front) or 1
+        worst = sum(graph.calls * max(p.seconds - graph.fastest.seconds for p in graph.front) for graph in graphs) or 1.0
+        held = max(p.host_bytes for graph in graphs for p in graph.front) or 1
         units = (
-            (round(seconds / worst * COST_UNITS) + round(HOST_UNITS * p.host_bytes / held)) * x
-            for of_plans, choices in zip(added, self.chosen, strict=True)
-            for seconds, (p, x) in zip(of_plans, choices, strict=True)
+            (
+                round(graph.calls * (p.seconds - graph.fastest.seconds) / worst * COST_UNITS)
+                + round(HOST_UNITS * p.host_bytes / held)
+            )
+            * x
+            for graph, choices in zip(graphs, self.chosen, strict=True)
+            for p, x in choices
         )
         return sum(units)
 
