@@ -126,9 +126,9 @@ class Visits:
     def noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, whose threads are kept."""
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             self.threads.add(threading.get_ident())
-            return function(*arguments)
+            return function(*arguments, **named)
 
         return run
 
@@ -136,11 +136,11 @@ class Visits:
         """``function`` after a visit, which takes place at the first call."""
         noted = self.noted(function)
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             if point not in self.results:
                 self.results[point] = None  # the visitor may come here too, if hooks do not keep to their thread
                 self.results[point] = elsewhere(lambda: self.visitor(point))
-            return noted(*arguments)
+            return noted(*arguments, **named)
 
         return run
 
