@@ -40,7 +40,7 @@ BUDGETS = {
     "workspaces": 623,
     "top": 443,
     "core": 34588,
-    "tests": 29521,
+    "tests": 29522,
     "benchmarks": 7725,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

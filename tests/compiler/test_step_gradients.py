@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -242,7 +243,7 @@ def test_reports_tell_first_and_later_micro_batches_apart():
     alone = autoremat.explain(model, inputs, options=EAGER | {"memory_budget": "2MiB"})
     counted = autoremat.explain(model, inputs, options=EAGER | {"memory_budget": "2MiB", "accumulate": True})
     assert alone.accumulated_bytes == counted.accumulated_bytes == counted.resident_bytes == OF_LAYERS
-    assert "258.00 KiB more, if the gradients of earlier ones are kept" in str(alone.details)
+    assert re.search(r"accumulated_bytes +258\.00 KiB", str(alone.details))
     assert counted.budget_bytes == alone.budget_bytes
     assert counted.recomputed_ops >= alone.recomputed_ops
 
