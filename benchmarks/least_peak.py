@@ -190,7 +190,7 @@ def measure(name: str) -> Iterator[Row]:
     found = planner.lowest
     ended = time.process_time()
     found.check()
-    step = sum(op.seconds for op in graph.ops)
+    step = sum(op.seconds for op in graph.ops) if graph.single_phase else graph.step_seconds
     costs = (plan.added_seconds / step for plan in (before, found))
     yield Row(
         name, len(graph.ops), planner.baseline.peak_bytes, before.peak_bytes, found.peak_bytes, bound, *costs, ended - begun

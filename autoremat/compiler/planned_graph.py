@@ -163,15 +163,6 @@ class PlannedGraph:
         share = self.priced.share
         notes = ("" if share is None else share.note, note_on_settings(captured.runs_on), note_on_sizes(joint.module.graph),
                  _note_on_memory(budget.bytes, captured.device.name))  # fmt: skip
-        shares: dict[str, Any] = {}
-        if (reference := budget.reference) is not None:
-            shares = {
-                "budget_share": limits.reference_share,
-                "reference_bytes": reference.bytes,
-                "reference_source": reference.source,
-                "reference_saved_bytes": reference.saved_bytes,
-                "granted_bytes": limits.granted_bytes or None,
-            }
         plan = dataclasses.replace(
             self.plan,
             budget_bytes=budget.bytes,
@@ -210,9 +201,23 @@ class PlannedGraph:
             max_slowdown=None if time is None else time.max_slowdown,
             seconds_without_budget=None if time is None else time.seconds,
             timed_minimum_bytes=None if self.least is None else self.least.peak_bytes,
-            **shares,
+            **self._figures_of_share,
             **dataclasses.asdict(captured.pricing),
         )
+
+    @property
+    def _figures_of_share(self) -> dict[str, Any]:
+        """The figures of a budget that is a share of a reference; none of any other."""
+        reference, limits = self.budget.reference, self.problem.request.limits
+        if reference is None:
+            return {}
+        return {
+            "budget_share": limits.reference_share,
+            "reference_bytes": reference.bytes,
+            "reference_source": reference.source,
+            "reference_saved_bytes": reference.saved_bytes,
+            "granted_bytes": limits.granted_bytes or None,
+        }
 
     @property
     def _limit_bytes(self) -> int | None:
