@@ -35,12 +35,12 @@ BUDGETS = {
     "report": 1712,
     "request": 598,
     "step_profile": 984,
-    "tools": 1887,
-    "torch_private": 3465,
+    "tools": 1890,
+    "torch_private": 3467,
     "workspaces": 623,
     "top": 443,
-    "core": 34593,
-    "tests": 29522,
+    "core": 34599,
+    "tests": 29589,
     "benchmarks": 7725,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

@@ -1,6 +1,6 @@
 """Resolves budgets: from the options and the surroundings of a graph to its request.
 
-This module alone tells kinds of budgets apart. Every front door asks it, and nothing behind it sees a budget as users write it.
+Every front door asks it, and nothing behind it sees a budget as users write it. A new kind of budget has a ``case`` here.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.request.budgets import is_profile, request_of
 from autoremat.request.surroundings import Surroundings, current_block, running_block
 from autoremat.step_profile.first_steps import FirstSteps
-from autoremat.step_profile.profile import profile_step, step_of, variants_of
+from autoremat.step_profile.profile import profile_step, recorded_step, variants_of
 from autoremat.torch_private import autograd, compilers
 
 log = logging.getLogger("autoremat")
@@ -201,7 +201,7 @@ class CompiledBlocks(Shown):
         if first.moments_found is not None:
             with status_if_slow("planning the blocks", shown=self._options.progress):
                 now("sharing out the budget")
-                self._plan(step_of(first, first.moments_found, self.variants))
+                self._plan(recorded_step(first, first.moments_found, self.variants))
         return first.moments_found is not None
 
     def _plan(self, found: Step) -> None:

@@ -91,7 +91,7 @@ def profile_step(
         passed = (tensor for tensor in tensors_in((args, kwargs)) if tensor.device.type == taken.device.type)
         inputs = sum(tensor.untyped_storage().nbytes() for tensor in passed)
         request = request_of(parsed, Surroundings(taken.device, passed_bytes=inputs))
-        return agreed_profile(step_of(taken, moments, variants), request, "the profile of a step")
+        return agreed_profile(recorded_step(taken, moments, variants), request, "the profile of a step")
 
 
 def _accepted(options: Mapping[str, Any] | None, memory_budget: int | float | str | DeviceBudget | None) -> Options:
@@ -215,7 +215,7 @@ def _undone(function: Any) -> Iterator[None]:
                 buffer.copy_(contents[key])
 
 
-def step_of(taken: Recording, moments: Sequence[Moment], variants: int) -> Step:
+def recorded_step(taken: Recording, moments: Sequence[Moment], variants: int) -> Step:
     """Returns the recorded step without the graphs that have no choice of plans."""
     callers, calls = taken.callers, Counter(taken.calls)
     in_step = {number: one.planned.in_step(one.key) for number, one in enumerate(taken.graphs) if one.planned is not None}

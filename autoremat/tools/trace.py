@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -217,7 +218,10 @@ def _stopped(error: Exception, found: bool) -> str:
     inner = getattr(error, "inner_exception", error)
     if isinstance(error, fake_tensors.FAILED_OP):
         *_, inner = causes(error)
-    reason = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0] or 'no message'}"
+    message = str(inner).strip().partition("\n")[0]
+    if not message and (places := traceback.extract_tb(inner.__traceback__)):
+        message = f"{places[-1].filename}:{places[-1].lineno}"
+    reason = f"{type(inner).__name__}: {message or 'no message'}"
     if not found:
         hint = ""
         if isinstance(error, fake_tensors.NEEDS_DATA):

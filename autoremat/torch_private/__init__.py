@@ -49,9 +49,10 @@ VERSIONS = {
 """Places, ``module:path`` or ``module:path(parameter)``, with the minor versions of torch that have them and that use them."""
 
 
-def resolve(place: str) -> Any:
-    """Returns the object at a place, or the name of its parameter; None if this torch is not one of its versions."""
-    if MINOR not in VERSIONS[place]:
+def resolve(*places: str) -> Any:
+    """Returns the object at the first place that this torch has, or the name of its parameter; None if it has none of them."""
+    place = next((place for place in places if MINOR in VERSIONS[place]), None)
+    if place is None:
         return None
     module, _, path = place.partition(":")
     path, _, parameter = path.rstrip(")").partition("(")

@@ -34,8 +34,9 @@ POINTS = {1: 65, 2: 9, 3: 5}
 MOST_SIZES = 8
 """The number of size symbols that are sampled per expression. Further symbols take their largest value."""
 
-_hint: Callable[..., int] = resolve("torch.fx.experimental.symbolic_shapes:optimization_hint") or resolve(
-    "torch.fx.experimental.symbolic_shapes:size_hint"  # its name in torch 2.11
+_hint: Callable[..., int] = resolve(
+    "torch.fx.experimental.symbolic_shapes:optimization_hint",
+    "torch.fx.experimental.symbolic_shapes:size_hint",  # its name in torch 2.11
 )
 
 Result = TypeVar("Result")

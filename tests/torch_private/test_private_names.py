@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +46,41 @@ def test_a_name_is_there_in_its_versions_and_in_no_other(place, monkeypatch):
     except (AttributeError, ImportError):
         is_there = False
     assert is_there == is_expected
+
+
+RESOLVED_LATER = "torch._inductor.virtualized.V"
+"""Its attributes exist while Inductor compiles."""
+
+
+def used_names(module: str) -> set[str]:
+    """Returns the names of torch that a module imports, with the attributes that it reads of them."""
+    tree = ast.parse(Path(importlib.import_module(module).__file__).read_text())
+    bound = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            bound.update({one.asname or one.name: f"{node.module}.{one.name}" for one in node.names})
+        elif isinstance(node, ast.Import):
+            bound.update({one.asname: one.name for one in node.names if one.asname and one.name.startswith("torch")})
+    names = set(bound.values())
+    for node in ast.walk(tree):
+        path = list[str]()
+        while isinstance(node, ast.Attribute):
+            path.insert(0, node.attr)
+            node = node.value
+        if path and isinstance(node, ast.Name) and node.id in bound and bound[node.id] != RESOLVED_LATER:
+            names.add(".".join([bound[node.id], *path]))
+    return names
+
+
+@pytest.mark.parametrize("module", sorted(name for name in SOURCES if name.startswith("torch_private")))
+def test_every_name_of_torch_that_a_module_reads_is_there(module):
+    missing = []
+    for name in used_names(f"autoremat.{module}"):
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            missing.append(name)
+    assert not missing
 
 
 OLDER, NEWER = f"2.{SUPPORTED_MINORS[0] - 1}.1", f"2.{SUPPORTED_MINORS.stop}.0.dev20990101+cpu"

@@ -42,7 +42,7 @@ class Part:
     finished_bytes: int = 0
     """Bytes of the gradients that stay after its backward."""
     keeps: Counter[int] = field(default_factory=Counter)
-    """For each border, the number of times that every plan of the graph counts it as saved."""
+    """For each border, how often every plan of the graph counts it as saved. Without it a border counts twice."""
     freed_bytes: int = 0
     """Bytes of the gradients that hooks free right after its backward, and of what such a hook allocates."""
 

@@ -45,7 +45,7 @@ class StepGraph:
     """One compiled graph of a step with the plans of its Pareto front."""
 
     key: str
-    """Hash of the graph's ops and inputs. The backend recognises the graph by it, whichever function it was compiled from."""
+    """Hash of the graph's ops and inputs, by which the backend recognises it; in a split graph the number of the part."""
     source: str
     """Line of the user's code where the graph begins."""
     calls: int

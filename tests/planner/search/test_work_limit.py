@@ -25,8 +25,10 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Searches
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search import work_limit
+from autoremat.planner.search import local_search, work_limit
+from autoremat.planner.search.live_view import LiveView
 from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.moves import Drops
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.work_limit import WORK_PER_SECOND, WorkLimit
@@ -156,6 +158,33 @@ def test_every_stage_of_a_search_looks_at_the_clock(slow_units, seconds, share):
     began = slow_units.time
     planner.find(budget)
     assert slow_units.time - began <= seconds + UNITS_BESIDE
+
+
+def test_moves_are_looked_for_inside_of_units_alone_so_their_work_counts(monkeypatch):
+    is_open, seen = [False], set()
+    unit = WorkLimit.unit
+
+    @contextlib.contextmanager
+    def opened(limit: WorkLimit, work: float = 0.0):
+        with unit(limit, work):
+            is_open[0] = True
+            yield
+            is_open[0] = False
+
+    def watched(function):
+        def call(*arguments, **named):
+            assert is_open[0], f"{function.__qualname__} runs outside of a unit"
+            seen.add(function.__qualname__)
+            return function(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(WorkLimit, "unit", opened)
+    for owner, name in ((LiveView, "__init__"), (Drops, "around"), (local_search, "keeps_of")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    planner = Planner(training_chain(40), 100.0)
+    planner.find(int(0.3 * planner.baseline.peak_bytes))
+    assert len(seen) == 3
 
 
 def test_no_unit_begins_that_might_end_late(clock):
