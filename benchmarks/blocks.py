@@ -36,6 +36,7 @@ import autoremat
 from autoremat.compiler import compile_loop
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.planner.multigraph.step import CODE_HEADROOM
+from autoremat.planner.plans.limits import Limits
 
 SHARES = (0.05, 0.25, 0.45, 0.65, 0.85)
 """Budgets, as shares of the way from the least budget that leaves code headroom to the blocks' peak without recomputation."""
@@ -127,7 +128,7 @@ def measure(case: str) -> Iterator[dict[str, Any]]:
         before = len(autoremat.reports())
         model(*inputs).backward()
         peak = measured_peak(lambda: model(*inputs).backward(), model)
-        same_peak = planner.choose(profile.peak_bytes)
+        same_peak = planner.find(Limits(profile.peak_bytes)).plan
         added = None if same_peak is None else (same_peak.cost_seconds - fastest.cost_seconds) / step_seconds
         yield {
             "case": case, "share": share, "budget": profile.budget_bytes, "predicted": profile.peak_bytes, "measured": peak,

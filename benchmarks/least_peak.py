@@ -36,6 +36,7 @@ from rich.table import Table
 
 import autoremat
 from autoremat import Graph
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.planner import Planner
 
 DEVICE = "A100-40GB"
@@ -203,7 +204,7 @@ def near(name: str) -> Iterator[Near]:
     lowest = Planner(graph).lowest.peak_bytes
     for above in ABOVE:
         budget = int(lowest * (1.0 + above))
-        found = Planner(graph).find(budget)
+        found = Planner(graph).find(Limits(budget))
         assert found.plan is not None
         costs = (found.plan.cost_seconds, found.lower_bound_seconds)
         yield Near(name, len(graph.ops), above, *(seconds / graph.step_seconds for seconds in costs))

@@ -35,6 +35,7 @@ from autoremat.options.options import Options
 from autoremat.planner.cost.links import LATENCY_SECONDS, PLANNED_SHARE, HostLink, host_form
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
 from autoremat.planner.search.placement import place
@@ -212,14 +213,14 @@ def measure(name: str) -> Iterator[Row]:
         budget = int(share * peak)
         alone.restart()
         begun = time.process_time()
-        recomputed = alone.find(budget).plan
+        recomputed = alone.find(Limits(budget)).plan
         without = time.process_time() - begun
         for link, rate in LINKS.items():
             linked = with_link(graph, rate)
             planner = Planner(linked, TIME_LIMIT)
             planner.plans  # noqa: B018 - the other planner has its starts, too
             begun = time.process_time()
-            planning = planner.find(budget)
+            planning = planner.find(Limits(budget))
             took = time.process_time() - begun
             plan, unstored = planning.plan, [GroupedPlan(replace(one, graph=linked)) for one in (fastest, alone.baseline)]
             rules = [
@@ -245,7 +246,7 @@ def measure(name: str) -> Iterator[Row]:
 def everything(grouped: GroupedPlan, budget: int) -> Plan | None:
     """Returns the plan of the least peak that stays reach, if it is within the budget."""
     levels = range(grouped.least_bytes, budget + 1, max(grouped.plan.peak_bytes // 200, 1))
-    return next(filter(None, (place(grouped, level) for level in levels)), None)
+    return next(filter(None, (place(grouped, Limits(level)) for level in levels)), None)
 
 
 def by_layer(grouped: GroupedPlan, budget: int) -> Plan | None:
@@ -273,7 +274,7 @@ def first_of(grouped: GroupedPlan, ranks: Sequence[float], budget: int) -> Plan 
         some = copy.copy(grouped)
         some.__dict__.pop("least_bytes", None)
         some.storables = tuple(one for one, rank in zip(grouped.storables, ranks, strict=True) if rank <= levels[middle])
-        placed = place(some, budget)
+        placed = place(some, Limits(budget))
         low, high, found = (low, middle, placed) if placed is not None else (middle + 1, high, found)
     return found
 

@@ -7,6 +7,7 @@ import dataclasses
 from strategies import chain, changed
 
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of
@@ -27,7 +28,7 @@ def network() -> Graph:
 
 
 def report_for(budget: int | None, **fields: object) -> Report:
-    return report_on(Planner(network()).find(budget), budget, **fields)
+    return report_on(Planner(network()).find(Limits(budget)), budget, **fields)
 
 
 def report_on(planning: PlanningResult, budget: int | None, **fields: object) -> Report:

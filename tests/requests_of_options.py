@@ -6,9 +6,10 @@ import torch
 from torch import fx
 
 from autoremat.options.options import Options
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import Step, StepGraph
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
+from autoremat.planner.plans.limits import PlanPoint
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings

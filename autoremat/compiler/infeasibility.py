@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from autoremat.compiler.planned_graph import PlannedGraph, counted
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.cost.links import Links
 from autoremat.planner.graph.op import DEVICE, HOST
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
@@ -86,20 +88,20 @@ def no_plan_fits(planned: PlannedGraph) -> BudgetInfeasible:
     if planned.constrained.graph is not priced.graph:
         now("planning without constraints")
         host = problem.request.limits.host_bytes
-        alone = Planner(priced.graph, problem.request.options.time_limit, host_bytes=host)
+        alone = Planner(priced.graph, problem.request.options.time_limit, limits=Limits(host_bytes=host))
         figures["unconstrained_bytes"] = alone.lowest.peak_bytes
     # The code of earlier attempts needed so much more than simulated. At the last attempt nothing is left of the budget, so the
     # excess is unknown.
     observed = max(0, asked.extra_headroom_bytes)
     extra = observed if observed < budget else 0
-    if planned.time is not None and planned.plan_file is None:
+    if planned.free_seconds is not None and planned.plan_file is None:
         return _no_plan_keeps_both(planned, headroom + extra, figures)
     host_advice = _host_remedy(planned, budget - headroom)
     least = smallest.peak_bytes + headroom  # the assumed peak of generated code
     share = priced.share
     if share is not None:  # the plan of the minimum peak may miss another limit
         plans = (*planned.planner.front(), smallest)
-        excess = min(share.excess_bytes(counted(plan, priced), extra) for plan in plans)
+        excess = min(share.less(extra).excess_bytes(counted(plan, priced)) for plan in plans)
         least = max(least, budget + max(1, excess))
     remedies = (
         planned.remedy,
@@ -112,17 +114,17 @@ def no_plan_fits(planned: PlannedGraph) -> BudgetInfeasible:
 
 def _no_plan_keeps_both(planned: PlannedGraph, headroom: int, figures: dict[str, Any]) -> BudgetInfeasible:
     """Returns the error that names the minimum peak within the time, and the least slow-down within the bytes."""
-    graphs, time, plan = [one for one in (planned, planned.whole) if one is not None], planned.time, planned.planning.plan
-    found = [(one.least, one) for one in graphs if one.least is not None]
-    assert time is not None
+    graphs, plan = [one for one in (planned, planned.whole) if one is not None], planned.planning.plan
+    seconds = math.inf if plan is None else plan.predicted_seconds
+    found = [(one.planning.least, one) for one in graphs if one.planning.least is not None]
     least, of = min(found, key=lambda pair: pair[0].peak_bytes)
     return _infeasible(
         of,
         max(least.peak_bytes + headroom, (planned.budget.bytes or 0) + 1),  # plans within the time have failed
         (planned.remedy,),
         least,
-        max_slowdown=time.max_slowdown,
-        least_slowdown=None if plan is None else time.slowdown(plan),
+        max_slowdown=planned.problem.request.limits.max_slowdown,
+        least_slowdown=None if plan is None else seconds / planned.free_seconds - 1.0 if planned.free_seconds else math.inf,
         untimed_bytes=min(one.planning.smallest.peak_bytes for one in graphs) + planned.budget.code_headroom_bytes,
         **figures,
     )
@@ -143,6 +145,6 @@ def _host_remedy(planned: PlannedGraph, limit: int) -> str:
     if unused:
         return ""
     plan = Plan.of(replace(smallest.graph, values=with_host.graph.values), smallest.schedule)
-    placed = place(GroupedPlan(plan), limit)
+    placed = place(GroupedPlan(plan), Limits(limit))
     held = 0 if placed is None else placed.host_bytes
     return f"set host_memory to {held} ({format_bytes(held)}): a plan fits that keeps these on the host" if held else ""

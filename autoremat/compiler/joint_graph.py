@@ -27,8 +27,8 @@ from autoremat.planner.constraints.constraints import without_saved_copies
 from autoremat.planner.cost.links import Links, assumed_host_link
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import BITS, HOST, SHARDS, Role, Trait
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.plans.limits import Share
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, higher_order, joint_graphs, process_groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,12 +21,10 @@ from autoremat.compiler.replay_context import (
 )
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.cost.datasheets import device_memory
-from autoremat.planner.multigraph.fronts import border_bytes, point_of
-from autoremat.planner.multigraph.ledger import PlanPoint
+from autoremat.planner.plans.limits import Limits, PlanPoint, border_bytes, point_of
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.bound_forms import PlanSource
-from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of
 from autoremat.report.report import Report
 from autoremat.torch_private.higher_order import chunked_by
@@ -60,7 +57,7 @@ class PlannedGraph:
 
     priced: PricedGraph
     budget: Budget
-    planner: PlanSource
+    planner: Planner
     constrained: ConstrainedGraph
     planning: PlanningResult
     """Result of the search."""
@@ -68,10 +65,8 @@ class PlannedGraph:
     """The plan found; if none fits, that of the minimum peak."""
     plan_file: str | None = None
     """Name of the plan file that is applied instead of a search."""
-    time: TimeBudget | None = None
-    """The budget of time; None if there is none."""
-    least: Plan | None = None
-    """The plan of the minimum peak found within the budget of time, if no plan keeps to both budgets."""
+    free_seconds: float | None = None
+    """Predicted seconds of the step without a budget, beyond which a budget of time allows a share; None without one."""
     whole: PlannedGraph | None = None
     """The graph without a chunked loss; None if it was not planned."""
     remedy: str = ""
@@ -87,7 +82,7 @@ class PlannedGraph:
     @property
     def keeps_time(self) -> bool:
         """True if the plan keeps to the budget of time, if there is one."""
-        return self.time is None or self.time.keeps(self.plan)
+        return limits_of(self.priced, self.budget, self.free_seconds).keeps_time(self.plan)
 
     @property
     def fits(self) -> bool:
@@ -109,8 +104,7 @@ class PlannedGraph:
     @property
     def fastest(self) -> Plan | None:
         """The plan of least time; None if no other plans are known."""
-        accepts = acceptance(self.priced, self.budget)
-        return None if self.plan_file is not None else self.planner.fastest(accepts)
+        return None if self.plan_file is not None else self.planner.fastest(limits_of(self.priced, self.budget))
 
     @property
     def is_binding(self) -> bool:
@@ -127,8 +121,7 @@ class PlannedGraph:
             return 0.0
         self.planner.restart()
         looser = dataclasses.replace(self.budget, extra_headroom_bytes=headroom_bytes).limit_bytes
-        accepts = acceptance(self.priced, self.budget)
-        plan = self.planner.find(looser, accepts).plan
+        plan = self.planner.find(dataclasses.replace(limits_of(self.priced, self.budget), peak_bytes=looser)).plan
         return 0.0 if plan is None else (self.plan.cost_seconds - plan.cost_seconds) / self.plan.graph.step_seconds
 
     @property
@@ -159,7 +152,7 @@ class PlannedGraph:
         """The report of the plan, before code is generated."""
         now("describing the plan")
         problem, planning, budget, captured = self.problem, self.planning, self.budget, self.priced.captured
-        limits, joint, whole, time = problem.request.limits, self.priced.joint, self.whole, self.time
+        limits, joint, whole, least = problem.request.limits, self.priced.joint, self.whole, planning.least
         share = self.priced.share
         notes = ("" if share is None else share.note, note_on_settings(captured.runs_on), note_on_sizes(joint.module.graph),
                  _note_on_memory(budget.bytes, captured.device.name))  # fmt: skip
@@ -198,9 +191,9 @@ class PlannedGraph:
             limit_bytes=self._limit_bytes,
             soft_budget_bytes=budget.soft_bytes,
             device_ledger=limits.ledger,
-            max_slowdown=None if time is None else time.max_slowdown,
-            seconds_without_budget=None if time is None else time.seconds,
-            timed_minimum_bytes=None if self.least is None else self.least.peak_bytes,
+            max_slowdown=None if self.free_seconds is None else limits.max_slowdown,
+            seconds_without_budget=self.free_seconds,
+            timed_minimum_bytes=None if least is None else least.peak_bytes,
             **self._figures_of_share,
             **dataclasses.asdict(captured.pricing),
         )
@@ -225,7 +218,7 @@ class PlannedGraph:
         if self.budget.bytes is not None:
             return self.budget.limit_bytes
         soft, peak = self.budget.soft_bytes, self.plan.peak_bytes
-        return peak if self.time is not None else soft if peak <= (soft or 0) else None
+        return peak if self.free_seconds is not None else soft if peak <= (soft or 0) else None
 
 
 def _note_on_memory(budget: int | None, device: str) -> str:
@@ -236,15 +229,17 @@ def _note_on_memory(budget: int | None, device: str) -> str:
     return f"the budget is {format_bytes(budget)}, and {device} has {format_bytes(memory)} of memory"
 
 
-# -- the share of a graph in the budget of a step --------------------------------------------------------------------------
+# -- what plans must keep to -----------------------------------------------------------------------------------------------
 
 
-def acceptance(priced: PricedGraph, budget: Budget) -> Callable[[Plan], bool] | None:
-    """Returns the condition that plans must meet beside the peak; None if there is none."""
-    share = priced.share
-    if share is None:
-        return None
-    return lambda plan: share.holds(counted(plan, priced), budget.extra_headroom_bytes)
+def limits_of(priced: PricedGraph, budget: Budget, free_seconds: float | None = None) -> Limits:
+    """Returns what the plans of a graph must keep to, where a budget of time is a share beyond ``free_seconds``."""
+    slowdown, share, seconds = priced.problem.request.limits.max_slowdown, priced.share, None
+    if free_seconds is not None and slowdown is not None:
+        seconds = free_seconds * (1.0 + slowdown + ROUNDING)
+    if share is not None:
+        share = share.less(headroom_of(priced) + budget.extra_headroom_bytes)
+    return Limits(budget.limit_bytes, None, seconds, share, priced.kept_inputs)
 
 
 def counted(plan: Plan, priced: PricedGraph) -> PlanPoint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -19,21 +19,20 @@ from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.infeasibility import no_plan_fits
 from autoremat.compiler.joint_graph import PricedGraph, capture_and_price
-from autoremat.compiler.planned_graph import Budget, PlannedGraph, acceptance, counted, headroom_of
+from autoremat.compiler.planned_graph import Budget, PlannedGraph, counted, headroom_of, limits_of
 from autoremat.compiler.reference import find_soft_budget, layout_copies_bytes, plan_without_us, reference_of
 from autoremat.passes import run_passes
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.passes.tile_rows import tile_rows
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
-from autoremat.planner.multigraph.ledger import pareto
+from autoremat.planner.graph.graph import Graph
 from autoremat.planner.multigraph.step import StepGraph
+from autoremat.planner.plans.limits import Limits, undominated
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile, fitted
-from autoremat.planner.search.bound_forms import BoundForms, PlanSource, set_aside
+from autoremat.planner.search.bound_forms import BoundForms
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.torch_private import fake_tensors
 from autoremat.torch_private.higher_order import chunked_by
 
@@ -85,8 +84,7 @@ def _may_fit(planned: PlannedGraph) -> bool:
     """Returns True if Inductor's code for the plan may fit, although the simulated peak exceeds the budget."""
     plan, budget = planned.plan, planned.budget
     assert budget.bytes is not None
-    accepts = acceptance(planned.priced, budget)
-    accepted = planned.keeps_time and (accepts is None or accepts(plan))
+    accepted = replace(limits_of(planned.priced, budget, planned.free_seconds), peak_bytes=None).keep(plan)
     is_tried = plan.peak_bytes <= budget.bytes * (1 + OPTIMISM) or len(plan.graph.ops) <= QUICK_OPS
     return planned.problem.decided_by_code and accepted and is_tried
 
@@ -181,44 +179,48 @@ def _warn(option: str, reason: str) -> None:
 def _candidate(priced: PricedGraph, budget: Budget, earlier: Sequence[PlannedGraph]) -> PlannedGraph:
     """Returns a graph with its best plan within the budget. The first graph that was planned sets the budget of time."""
     planner, constrained = planner_of(priced, budget.soft_bytes)
-    slowdown, allowed = priced.problem.request.limits.max_slowdown, earlier[0].time if earlier else None
-    if slowdown is not None and not earlier and not priced.joint.is_region:  # a region may run again as a whole
-        allowed = TimeBudget(planner.choose(None) or planner.baseline, slowdown)
-    stored, least = _stored_plan(priced, planner), None
-    if stored is None:
-        planning, least = _searched(priced, budget, planner, constrained, allowed)
-    else:
+    limits, free_seconds = priced.problem.request.limits, earlier[0].free_seconds if earlier else None
+    if limits.max_slowdown is not None and not earlier and not priced.joint.is_region:  # a region may run again as a whole
+        free_seconds = (planner.find().plan or planner.baseline).predicted_seconds
+    stored = _stored_plan(priced, constrained.graph)
+    if stored is not None:
         planning = planner.judge(stored[1], budget.bytes)
+    elif not limits.is_bounded and constrained.candidate is not None:  # the policy is the whole plan
+        constrained.candidate.check()
+        planning = planner.judge(constrained.candidate, None)
+    else:
+        planning = planner.find(limits_of(priced, budget, free_seconds))
     return PlannedGraph(
         priced, budget, planner, constrained, planning, planning.plan or planning.smallest,
-        plan_file=None if stored is None else stored[0], time=allowed, least=least,
+        plan_file=None if stored is None else stored[0], free_seconds=free_seconds,
     )  # fmt: skip
 
 
-def planner_of(priced: PricedGraph, soft_budget: int | None) -> tuple[PlanSource, ConstrainedGraph]:
+def planner_of(priced: PricedGraph, soft_budget: int | None) -> tuple[Planner, ConstrainedGraph]:
     """Returns a planner of the graph under the constraints of the request, and the constrained graph.
 
     A planner of an earlier attempt on an equal graph starts afresh, with its starts.
     """
     request, searches = priced.problem.request, priced.problem.searches
-    options, limits = request.options, request.limits
+    options, limits = request.options, Limits(soft_budget, request.limits.host_bytes)
     priced.name_planning()
     policy = policies.parse(options.policy)
-    constrained = Constraints(options.save, options.recompute, policy, exact=not limits.is_bounded).apply(priced.graph)
+    constrained = Constraints(options.save, options.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
-    graph, bound, host = constrained.graph, constrained.bound_values, limits.host_bytes
-    wanted = (graph, bound, [plan.schedule for plan in given], soft_budget, host, options.time_limit)
+    graph, bound = constrained.graph, constrained.bound_values
+    wanted = (graph, bound, [plan.schedule for plan in given], limits, options.time_limit)
     known = next((planner for begun_for, planner in searches.planners if begun_for == wanted), None)
     if known is not None:
         return known, constrained
-    inner, left = set_aside(graph, bound, host) if bound else (graph, host)
-    searched = Planner(inner, options.time_limit, given=given, soft_budget_bytes=soft_budget, host_bytes=left)
-    planner = BoundForms(searched, graph, bound, host) if bound else searched
+    if bound:
+        planner: Planner = BoundForms(graph, bound, limits, time_limit=options.time_limit, given=given)
+    else:
+        planner = Planner(graph, options.time_limit, given=given, limits=limits)
     searches.planners.append((wanted, planner))
     return planner, constrained
 
 
-def _stored_plan(priced: PricedGraph, planner: PlanSource) -> tuple[str, Plan] | None:
+def _stored_plan(priced: PricedGraph, graph: Graph) -> tuple[str, Plan] | None:
     """Returns the plan that another rank, an earlier process or the options have for this graph, with the name of its file.
 
     Returns None if there is none. Raises ``PlanFileError`` if a stored plan does not fit the graph.
@@ -227,7 +229,7 @@ def _stored_plan(priced: PricedGraph, planner: PlanSource) -> tuple[str, Plan] |
     files = problem.request.options.plan if told is None else (PlanFile(problem.told_by, "", told.plan),)
     if not files or priced.joint.is_region:
         return None
-    file, plan = fitted(files, planner.graph)
+    file, plan = fitted(files, graph)
     allowed, held = problem.request.limits.host_bytes or 0, plan.timeline.host_bytes
     if held > allowed:
         raise PlanFileError(
@@ -235,33 +237,6 @@ def _stored_plan(priced: PricedGraph, planner: PlanSource) -> tuple[str, Plan] |
             f'raise it to "{held}B", or leave out the option `plan`'
         )
     return file.name, plan
-
-
-def _searched(
-    priced: PricedGraph,
-    budget: Budget,
-    planner: PlanSource,
-    constrained: ConstrainedGraph,
-    time: TimeBudget | None,
-) -> tuple[PlanningResult, Plan | None]:
-    """Returns the best plan found within the budget and, if it takes too long, the plan of the least peak within the time.
-
-    With a budget of time alone, it has the least peak within that time. Without a budget, a policy's plan is taken.
-    """
-    limit = budget.limit_bytes
-    if time is not None and limit is None:
-        return planner.least_peak(time), None
-    if not priced.problem.request.limits.is_bounded and constrained.candidate is not None:
-        constrained.candidate.check()
-        return planner.judge(constrained.candidate, None), None
-    found = planner.find(limit, acceptance(priced, budget))
-    if time is None or limit is None or (found.plan is not None and time.keeps(found.plan)):
-        return found, None
-    planner.restart()  # the search for the least peak within the time has a limit of its own
-    least = planner.least_peak(time).plan
-    if least is not None and least.peak_bytes <= limit:
-        return replace(found, plan=least), None
-    return found, least
 
 
 # -- a graph of a step -----------------------------------------------------------------------------------------------------
@@ -272,7 +247,7 @@ class SmallestGraph:
     """A graph with its plan of the minimum peak, before the budget of its step is shared out."""
 
     priced: PricedGraph
-    planner: PlanSource
+    planner: Planner
     plan_without_us: Plan | None
     """The plan that the graph has without this package; None if it was not asked for."""
     is_binding: ClassVar[bool] = True
@@ -293,7 +268,7 @@ class SmallestGraph:
             key,
             source,
             1,
-            pareto(counted(plan, priced) for plan in planner.front()),
+            tuple(undominated((counted(plan, priced) for plan in planner.front()), astuple)),
             baseline,
             self.priced.graph.step_seconds,
             reference=reference.with_more(copies, copies),

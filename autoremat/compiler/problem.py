@@ -11,7 +11,7 @@ from torch import fx
 from autoremat.planner.cost.links import HostLink, Interconnect
 from autoremat.planner.cost.rates import Rates
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.bound_forms import PlanSource
+from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.request.request import Request
 
@@ -44,7 +44,7 @@ class Record:
 class Searches:
     """The searches of all attempts. An attempt on an equal graph continues with them."""
 
-    planners: list[tuple[object, PlanSource]] = field(default_factory=list)
+    planners: list[tuple[object, Planner]] = field(default_factory=list)
     """Each search after what it was begun for: graph, given schedules and soft budget."""
     torchs_plans: list[Plan] = field(default_factory=list)
     """Torch's own partitions, which are the references of shares."""

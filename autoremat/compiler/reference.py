@@ -27,7 +27,7 @@ from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.wrapper_replay import INPUT_PREFIXES, ReplayContext
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.bound_forms import PlanSource
+from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
 from autoremat.request.limits import Limits
 from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs, tensor_identity
@@ -59,7 +59,7 @@ class _Known(Exception):
     """Ends a compilation once the code of both halves is known, or once it is clear that there is no backward."""
 
 
-def reference_of(priced: PricedGraph, planner: PlanSource, headroom: int) -> Reference | None:
+def reference_of(priced: PricedGraph, planner: Planner, headroom: int) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
     A share of 1 refers at least to the smallest plan, so that it is feasible. ``headroom`` is the code's. The time limit of
@@ -77,7 +77,7 @@ def reference_of(priced: PricedGraph, planner: PlanSource, headroom: int) -> Ref
     return Reference(least.peak_bytes + headroom, SMALLEST, least.saved_bytes)
 
 
-def plan_without_us(priced: PricedGraph, planner: PlanSource) -> tuple[str, Plan]:
+def plan_without_us(priced: PricedGraph, planner: Planner) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
     The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. If the simulator cannot

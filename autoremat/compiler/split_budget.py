@@ -22,9 +22,9 @@ from autoremat.compiler.agreed_profile import Gathers, agreed_profile
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.step_of_parts import StepOfParts, step_of
 from autoremat.planner.graph.op import SHARDS
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile
+from autoremat.planner.plans.limits import Share
 from autoremat.request.budgets import request_of_share, warn_of_open_calls
 from autoremat.request.grants import note_grant
 from autoremat.request.limits import CommonBudget

@@ -23,8 +23,8 @@ from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.compiler.problem import Problem
 from autoremat.planner.graph.op import Role
 from autoremat.planner.multigraph.frame import Border, Part, moments_of
-from autoremat.planner.multigraph.fronts import border_values, output_bytes
 from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
+from autoremat.planner.plans.limits import border_values, output_bytes
 from autoremat.request.request import Request
 from autoremat.torch_private import fake_tensors, joint_graphs, split_graphs, tensor_identity
 from autoremat.torch_private.split_graphs import GradientHooks, PartOfGraph, Split

@@ -12,6 +12,7 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import progress_wanted, status_if_slow
 from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import single_phase
 from autoremat.planner.search.planner import Planner
@@ -39,7 +40,7 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
     search_share, good_gap = 1.0, settings.good_gap
     if graph.single_phase:
         search_share, good_gap = settings.single_phase_search_share, settings.single_phase_good_gap
-    found = Planner(graph, search_share * time_limit).find(budget)
+    found = Planner(graph, search_share * time_limit).find(Limits(budget))
     found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
     return interval_model.improve(graph, budget, found, good_gap, begun + time_limit)
 
@@ -47,7 +48,7 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
 SOLVERS: dict[str, Solver] = {
     "auto": _by_all_means,
     "ilp": _by_integer_program,
-    "min_cut": lambda graph, budget, time_limit, seed: Planner(graph, time_limit, moves=False).find(budget),
+    "min_cut": lambda graph, budget, time_limit, seed: Planner(graph, time_limit, moves=False).find(Limits(budget)),
 }
 """Solvers by name.
 

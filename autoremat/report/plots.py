@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point, undominated
+from autoremat.planner.plans.limits import undominated
+from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision, ForwardValue
 from autoremat.report.peak_snapshot import GRADIENTS, Profile, module_group
@@ -97,12 +98,12 @@ def pareto(points: Sequence[Point]) -> Figure:
         POLICY: {"color": "#9c6b4e", "marker": "^", "ls": "", "zorder": 2},
         BOUND: {"color": "#808080", "marker": "", "ls": "-", "zorder": 1},
     }
-    best = undominated(points)
     for family, style in styles.items():
-        shown = [point for point in (best if family in (OURS, BOUND) else points) if point.family == family]
+        shown = sorted((point for point in points if point.family == family), key=lambda point: point.peak_bytes)
         if not shown:
             continue
-        shown.sort(key=lambda point: point.peak_bytes)
+        if family in (OURS, BOUND):
+            shown = undominated(shown, lambda point: (point.peak_bytes, point.added_seconds))
         peaks, costs = [p.peak_bytes / scale for p in shown], [100 * p.overhead for p in shown]
         label = "torch, activation_memory_budget" if family == TORCH else family
         axes.plot(peaks, costs, ms=5, lw=1.2, label=label, **style)

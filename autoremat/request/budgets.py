@@ -17,9 +17,9 @@ from autoremat.measure.machine import share_of_host_memory
 from autoremat.options.options import Options
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
+from autoremat.planner.plans.limits import Share
 from autoremat.request.grants import granted_bytes
 from autoremat.request.limits import CommonBudget, Limits
 from autoremat.request.request import AS_A_STEP, Request

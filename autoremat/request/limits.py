@@ -8,8 +8,8 @@ from typing import Any
 from autoremat.basics.budget import budget_bytes
 from autoremat.basics.units import format_bytes
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.planner.plans.limits import Share
 
 
 @dataclass(frozen=True)

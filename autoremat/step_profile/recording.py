@@ -24,8 +24,8 @@ from autoremat.compiler.lowering import Partitioning
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
-from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment
+from autoremat.planner.plans.limits import output_bytes, point_of
 from autoremat.request.budgets import request_of_recording
 from autoremat.request.surroundings import current_block
 from autoremat.step_profile.meter import Meter, Reading

@@ -154,7 +154,7 @@ def test_the_inverse_root_of_a_normalisation_is_computed_again_for_every_element
     graph = captured(normalised, rates=Rates("cpu", 1e-6, curves)).graph
     root = next(i for i, op in enumerate(graph.ops) if "rsqrt" in op.target)
     assert traffic_of(graph).recompute_seconds[root] >= 2 * 128 * 64 * 1e-10
-    assert root in {graph.values[value].producer for value in Planner(graph).find(None).plan.saved}
+    assert root in {graph.values[value].producer for value in Planner(graph).find().plan.saved}
 
 
 def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():

@@ -24,6 +24,7 @@ from autoremat.compiler.lowering import Partitioning
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.records import fingerprint
 from autoremat.options.options import Options
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.planner import Planner
 from autoremat.request import surroundings
 from autoremat.request.budgets import request_of
@@ -94,7 +95,7 @@ def test_a_planner_serves_all_attempts_on_its_graph(monkeypatch):
         assert planned.planner is planner
         limit = BASELINE - planned.budget.code_headroom_bytes - planned.budget.extra_headroom_bytes
         assert planned.budget.limit_bytes == limit
-        assert Planner(planner.graph).find(limit).plan.schedule == planned.plan.schedule
+        assert Planner(planner.graph).find(Limits(limit)).plan.schedule == planned.plan.schedule
 
 
 def test_a_share_of_one_is_the_peak_of_the_baselines_code(monkeypatch):

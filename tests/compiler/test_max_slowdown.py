@@ -17,9 +17,10 @@ from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
+from autoremat.planner.plans.limits import Limits
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import ROUNDING
-from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
 
@@ -36,6 +37,10 @@ def loss(x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
+def within(plan: Plan, slowdown: float) -> Limits:
+    return Limits(seconds=plan.predicted_seconds * (1 + slowdown + ROUNDING))
+
+
 def explained(**options: object) -> Report:
     return autoremat.explain(loss, X, options=EAGER | options)
 
@@ -44,11 +49,9 @@ def explained(**options: object) -> Report:
 @given(graphs(), st.sampled_from(SLOWDOWNS))
 def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, allowed):
     planner = Planner(graph, 60.0)
-    time = TimeBudget(planner.fastest(), allowed)
-    plan, fastest = planner.least_peak(time).plan, planner.fastest()
+    fastest = planner.fastest()
+    plan = planner.find(within(fastest, allowed)).plan
     assert plan is not None
-    assert fastest is not None
-    assert time.slowdown(fastest) == pytest.approx(0.0, abs=ROUNDING)
     assert plan.predicted_seconds <= (1 + allowed + 2 * ROUNDING) * fastest.predicted_seconds
     assert plan.peak_bytes <= fastest.peak_bytes
     plan.check()
@@ -56,18 +59,17 @@ def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, al
 
 def test_peaks_of_a_chain_fall_with_the_allowed_time():
     planner = Planner(training_chain(24, size=MIB), 60.0)  # 48 ops of a second
-    plans = [planner.least_peak(TimeBudget(planner.fastest(), allowed)).plan for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    plans = [planner.find(within(planner.fastest(), allowed)).plan for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
     found = [(plan.peak_bytes // MIB, len(plan.recomputed)) for plan in plans if plan is not None]
     assert found[:4] == [(25, 0), (23, 2), (21, 4), (16, 9)]
     assert plans[-1].peak_bytes < plans[-2].peak_bytes
 
 
 def test_the_peak_is_never_above_that_without_a_budget():
-    planner = Planner(training_chain(24, size=MIB), 60.0, soft_budget_bytes=24 * MIB)
-    without_budget = planner.choose(None)
+    planner = Planner(training_chain(24, size=MIB), 60.0, limits=Limits(24 * MIB))
+    without_budget = planner.find().plan
     assert without_budget.peak_bytes < planner.fastest().peak_bytes
-    time = TimeBudget(without_budget, 0.0)
-    assert planner.least_peak(time).plan.peak_bytes <= without_budget.peak_bytes
+    assert planner.find(within(without_budget, 0.0)).plan.peak_bytes <= without_budget.peak_bytes
 
 
 def test_a_stored_plan_and_a_step_profile_exclude_it(tmp_path):
@@ -100,7 +102,7 @@ def test_alone_it_asks_for_the_least_peak_within_the_time():
 def test_it_is_a_share_beyond_the_time_without_a_budget():
     without_budget, timed = explained(compiler="inductor"), explained(compiler="inductor", max_slowdown=0)
     assert timed.soft_budget_bytes == without_budget.soft_budget_bytes is not None
-    assert timed.seconds_without_budget == pytest.approx(TimeBudget(without_budget.plan, 0.0).seconds)
+    assert timed.seconds_without_budget == pytest.approx(without_budget.plan.predicted_seconds)
     assert timed.seconds_without_budget <= without_budget.predicted_seconds
     assert timed.predicted_peak_bytes <= without_budget.predicted_peak_bytes
 

@@ -252,7 +252,7 @@ def test_triton_kernels_are_recomputed_only_if_declared(declared):
     assert call.flops == (123 if declared else 0)
     assert call.rematerializable == declared
     assert [captured.graph.values[v].bytes for v in call.outputs] == [4 * SIZE**2]
-    plan = Planner(captured.graph).find(None).plan
+    plan = Planner(captured.graph).find().plan
     _, backward = apply_plan(captured, plan.schedule, ())
     kernels = [n for n in backward.graph.nodes if "triton" in str(n.target)]
     assert len(kernels) == (1 if declared else 0)

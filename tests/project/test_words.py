@@ -8,9 +8,10 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import Step, StepGraph
 from autoremat.planner.multigraph.step_profile import share_out
+from autoremat.planner.plans.limits import PlanPoint
 
 FIRST, SECOND = nn.Linear(64, 256), nn.Linear(256, 64)
 X = torch.zeros(32, 64)

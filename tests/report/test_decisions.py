@@ -12,6 +12,7 @@ from strategies import GraphBuilder, changed, graphs
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.report.decisions import Decision, Reason, explain_values, module_class
@@ -126,7 +127,7 @@ def test_what_fuses_is_never_materialised():
 @given(graphs(), st.floats(0.3, 1.0))
 def test_values_add_up_to_the_plan(graph, share):
     planner = Planner(graph, 5.0)
-    planning = planner.find(int(share * planner.baseline.peak_bytes))
+    planning = planner.find(Limits(int(share * planner.baseline.peak_bytes)))
     plan = planning.plan or planning.smallest
     values = explain_values(plan, planner.baseline.peak_bytes)
     assert [value.name for value in values] == [graph.values[v].name for v in graph.forward_values]
@@ -148,7 +149,7 @@ def test_module_class(module, expected):
 
 def plan_of(graph, share=1.0):
     planner = Planner(graph, 5.0)
-    planning = planner.find(int(share * planner.baseline.peak_bytes))
+    planning = planner.find(Limits(int(share * planner.baseline.peak_bytes)))
     return planning.plan or planning.smallest
 
 

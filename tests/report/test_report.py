@@ -17,6 +17,7 @@ from strategies import GraphBuilder, graphs
 
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Constraint, Role
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.planner.search.planner import Planner
 from autoremat.report import html_report, plots, registry, text_tables
@@ -32,7 +33,7 @@ def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_figures_come_from_the_plan():
-    planning = Planner(network()).find(16 * SIZE)
+    planning = Planner(network()).find(Limits(16 * SIZE))
     plan, report = planning.plan, report_for(16 * SIZE)
     assert report.budget_bytes == 16 * SIZE
     assert report.predicted_peak_bytes == plan.peak_bytes <= 16 * SIZE

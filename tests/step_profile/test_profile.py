@@ -15,8 +15,9 @@ import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
 from autoremat.compiler import dynamo_backend
 from autoremat.compiler.agreed_profile import Gathers, agreed_profile
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
+from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import Step, StepGraph
+from autoremat.planner.plans.limits import PlanPoint, Share
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.planner.multigraph import ledger
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
+from autoremat.planner.multigraph.ledger import Moment
+from autoremat.planner.plans.limits import PlanPoint, Share
 from autoremat.planner.settings import SETTINGS
 
 Plans = tuple[PlanPoint, ...]

@@ -11,8 +11,8 @@ from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import PlanPoint, Share
 from autoremat.planner.multigraph.step import Step, StepGraph
+from autoremat.planner.plans.limits import PlanPoint, Share
 
 ENDED_BY_CLOCK = (
     "ENDED BY THE CLOCK at time_limit, before the work was done: another run may share out the budget otherwise, so raise "

@@ -23,6 +23,7 @@ import numpy as np
 from autoremat.planner.graph.arrays import Numbers
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.plans.limits import undominated
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import LiveView, facts_of, schedule_of
 from autoremat.planner.search.moves import Drop, Drops, keeps_of, relief
@@ -38,9 +39,6 @@ ROUNDING = 1e-9
 EVERY = 1 << 30
 """More moves than a batch has."""
 
-Suffices = Callable[[Plan], bool]
-"""True for a plan that need not be improved."""
-
 SecondsOf = Callable[[Plan], float]
 """What a search makes least."""
 
@@ -51,15 +49,6 @@ Choice = Callable[[LiveView, int, Set[Hashable]], Sequence[Hashable]]
 def cost_of(plan: Plan) -> float:
     """Returns the seconds that a plan costs beside the step itself."""
     return plan.cost_seconds
-
-
-def pareto(plans: Collection[Plan], seconds_of: SecondsOf = cost_of) -> list[Plan]:
-    """Returns the plans that no other one beats in both peak and seconds, the fastest first."""
-    front: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: (seconds_of(plan), plan.peak_bytes)):
-        if not front or plan.peak_bytes < front[-1].peak_bytes:
-            front.append(plan)
-    return front
 
 
 class LocalSearch:
@@ -250,33 +239,40 @@ class LocalSearch:
                 drops.apply(self.random.choice(options))
         return view.schedule()
 
-    def improve(self, plan: Plan, target: int, suffices: Suffices, patience: int) -> Plan:
-        """Returns the cheapest plan of a sequence of trials from one that fits. One that ``suffices`` ends them."""
+    def improve(self, plan: Plan, target: int, enough: float) -> Plan:
+        """Returns the cheapest plan of a sequence of trials from one that fits. One of ``enough`` seconds ends them."""
         failures = trial = 0
-        while failures < patience and not suffices(plan) and not self.is_over():
+        while failures < self.patience and self.seconds_of(plan) > enough and not self.is_over():
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
             is_cheaper = self.seconds_of(found) < self.seconds_of(plan) * (1 - ROUNDING)
-            improves = self.fits(found, target) and (is_cheaper or suffices(found))
+            improves = self.fits(found, target) and (is_cheaper or self.seconds_of(found) <= enough)
             plan, failures = (found, 0) if improves else (plan, failures + 1)
         return plan
 
-    def lower(self, plan: Plan, keeps: Suffices) -> Plan:
-        """Returns the plan of the least peak of a sequence of trials from one that ``keeps`` admits, as it must the others."""
+    def lower(self, plan: Plan, seconds: float) -> Plan:
+        """Returns the plan of the least peak of a sequence of trials from one, all within ``seconds``."""
         failures = trial = 0
         while failures < 2 * self.patience and not self.is_over():
             target = int(self.peak(plan) * (1.0 - settings.time_steps[trial % len(settings.time_steps)]))
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
-            improves = self.peak(found) < self.peak(plan) and keeps(found)
+            improves = self.peak(found) < self.peak(plan) and self.seconds_of(found) <= seconds
             plan, failures = (found, 0) if improves else (plan, failures + 1)
         return plan
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
-    def solved(self, starts: Collection[Plan], target: int, suffices: Suffices, near: int = settings.near) -> list[Plan]:
-        """Returns the plans within ``target`` bytes that ``near`` starts on each side of it lead to, the cheapest first."""
-        front = pareto(starts, self.seconds_of)
+    def front(self, plans: Collection[Plan]) -> list[Plan]:
+        """Returns the plans that no other one beats in both peak and seconds, the fastest first."""
+        return undominated(plans, lambda plan: (self.seconds_of(plan), plan.peak_bytes))
+
+    def solved(self, starts: Collection[Plan], target: int, enough: float = -math.inf, near: int = settings.near) -> list[Plan]:
+        """Returns the plans within ``target`` bytes that ``near`` starts on each side of it lead to, the cheapest first.
+
+        One of ``enough`` seconds is the only one.
+        """
+        front = self.front(starts)
         below = [plan for plan in front if plan.peak_bytes <= target][:near]
         least = self.seconds_of(below[0]) if below else math.inf
         above = [plan for plan in front if plan.peak_bytes > target and self.seconds_of(plan) < least][-near:]
@@ -286,17 +282,17 @@ class LocalSearch:
                 break
             solved = self.solve(start, target)
             if self.fits(solved, target):
-                if suffices(solved):
+                if self.seconds_of(solved) <= enough:
                     return [solved]
                 found.setdefault(self.seconds_of(solved), solved)
         return [found[cost] for cost in sorted(found)]
 
-    def cheapest(self, starts: Collection[Plan], target: int, suffices: Suffices) -> Plan | None:
-        """Returns the cheapest plan found within ``target`` bytes, or None. One that ``suffices`` ends the search."""
+    def cheapest(self, starts: Collection[Plan], target: int, enough: float) -> Plan | None:
+        """Returns the cheapest plan found within ``target`` bytes, or None. One of ``enough`` seconds ends the search."""
         best = None
-        for solved in self.solved(starts, target, suffices)[: settings.improved]:
-            if best is None or not suffices(best):
-                found = self.improve(solved, target, suffices, self.patience)
+        for solved in self.solved(starts, target, enough)[: settings.improved]:
+            if best is None or self.seconds_of(best) > enough:
+                found = self.improve(solved, target, enough)
                 best = found if best is None or self.seconds_of(found) < self.seconds_of(best) else best
         return best
 

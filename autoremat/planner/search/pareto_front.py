@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoremat.basics.display import PlainTable, Shown
@@ -15,6 +15,7 @@ from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Block, Full, Policy, Segments, Selective, Sqrt, Uniform
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 
@@ -40,11 +41,6 @@ class Point:
     def overhead(self) -> float:
         """Seconds of recomputation as a share of the step without it."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
-
-    def beats(self, other: Point) -> bool:
-        """Returns True if this point has no larger peak and no more added seconds, and less of at least one of them."""
-        mine, theirs = (self.peak_bytes, self.added_seconds), (other.peak_bytes, other.added_seconds)
-        return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
 
 
 HEADROOM_NOTE = (
@@ -93,11 +89,11 @@ def our_points(graph: Graph, points: int, time_limit: float, host_bytes: int | N
 
     ``time_limit`` is the number of seconds for each budget. ``host_bytes`` bounds the bytes of stays on the host.
     """
-    planner = Planner(graph, time_limit * points, host_bytes=host_bytes)
+    planner = Planner(graph, time_limit * points, limits=Limits(host_bytes=host_bytes))
     smallest = planner.lowest
     planner.restart()
     for budget in levels(smallest.peak_bytes, planner.baseline.peak_bytes, points):
-        planning = planner.find(budget)
+        planning = planner.find(Limits(budget))
         plan = planning.plan or smallest
         yield point_of(plan, OURS, f"{budget} bytes")
         bound = planner.moments.seconds(budget, traffic=False)
@@ -134,10 +130,3 @@ def policy_points(graph: Graph) -> Iterator[Point]:
             ordered = Constraints(policy=policy, exact=True).apply(graph)
         if ordered.candidate is not None and ordered.candidate.recomputed:
             yield point_of(ordered.candidate, POLICY, label)
-
-
-def undominated(points: Iterable[Point]) -> list[Point]:
-    """Returns the points that no other point of their family beats, by family and increasing peak."""
-    every = list(points)
-    kept = [p for p in every if not any(q.family == p.family and q.beats(p) for q in every)]
-    return sorted(kept, key=lambda p: (p.family, p.peak_bytes, p.added_seconds))

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.op import Engine
 from autoremat.planner.graph.schedule import Stay
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
 from autoremat.planner.settings import SETTINGS
@@ -52,16 +53,15 @@ class _Away:
     """The moment at which the store ends."""
 
 
-def place(grouped: GroupedPlan, budget: int, host_bytes: int | None = None, most_stall: float = math.inf) -> Plan | None:
-    """Returns the plan with stays by which it fits ``budget`` bytes, with the fewest seconds of waiting that were found.
+def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) -> Plan | None:
+    """Returns the plan with stays by which it keeps to the bytes of ``limits``, with the fewest seconds of waiting found.
 
-    ``host_bytes`` bounds the bytes on the host. Returns None if no stays are found that fit and stall for less than
-    ``most_stall`` seconds.
+    Returns None if no stays are found that fit and stall for less than ``most_stall`` seconds.
     """
-    plan, best, least = grouped.plan, None, most_stall
-    if grouped.least_bytes > budget:
+    plan, best, least, budget = grouped.plan, None, most_stall, limits.peak_bytes
+    if budget is None or grouped.least_bytes > budget:
         return None
-    host = math.inf if host_bytes is None else host_bytes // plan.graph.calls.in_flight
+    host = math.inf if limits.host_bytes is None else limits.host_bytes // plan.graph.calls.in_flight
     for num_freeing in dict.fromkeys((grouped.num_forward, grouped.num_freeing)):
         loads: dict[int, int] = {}
         goal = budget
@@ -313,6 +313,6 @@ def relieving(plan: Plan, shares: Sequence[float] = SHARES) -> Iterator[Plan]:
     grouped = GroupedPlan(Plan.of(replace(graph, calls=replace(graph.calls, in_flight=MANY)), plan.schedule, plan.label))
     best = {one.value: one.relief for one in sorted(grouped.storables, key=lambda one: one.relief)}
     for share in shares if best else ():
-        found = place(grouped, grouped.plan.peak_bytes - int((MANY - 1) * share * sum(best.values())))
+        found = place(grouped, Limits(grouped.plan.peak_bytes - int((MANY - 1) * share * sum(best.values()))))
         if found is not None:
             yield Plan.of(graph, replace(plan.schedule, stays=found.schedule.stays), plan.label)

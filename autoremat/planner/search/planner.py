@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.local_search import LocalSearch, pareto
+from autoremat.planner.search.local_search import LocalSearch
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.placement import MANY, relieving
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.single_phase import OnePhaseBounds, OnePhaseStarts
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.search.stays_search import StaysSearch, lowest_with_stays
-from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.planner.search.work_limit import CHECK, PLACEMENT, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
-
-Accepts = Callable[[Plan], bool]
-"""A condition on plans beside their peak."""
 
 
 @contextlib.contextmanager
@@ -52,11 +49,9 @@ class Planner:
     """False for the minimum cuts alone, without the local search."""
     given: tuple[Plan, ...] = ()
     """Plans from outside the search, such as a policy's."""
-    soft_budget_bytes: int | None = None
-    """Peak that a plan without a budget stays below, unless that costs much time. The fastest plan may save little time for
-    much more memory."""
-    host_bytes: int | None = None
-    """Bound on the bytes of stays on the host; None: no bound."""
+    limits: Limits = UNLIMITED
+    """What plans keep to where nothing else is asked: the bytes on the host always, the peak unless that costs much time. The
+    fastest plan may save little time for much more memory."""
     found: list[Plan] = field(default_factory=list, init=False)
     """Plans found for budgets, kept so that a later, larger budget never costs more than an earlier one."""
 
@@ -72,6 +67,8 @@ class Planner:
             with limit.unit():
                 self.moments = Moments(graph, starts.mincut)
         self._seconds: dict[int, float] = {}
+        self._unlimited: Plan | None = None
+        """The plan without other limits, once it was asked for."""
         self.baseline = self.starts.save_everything()
         self.check(self.baseline, ignores_recompute=True)
 
@@ -101,15 +98,23 @@ class Planner:
         """The minimum cuts and the given plans, without stays."""
         return [*self.starts.plans, *self.given]
 
-    @cached_property
+    @property
     def smallest(self) -> Plan:
         """The plan of the least peak that the first moves find, without the search for it."""
+        return self.completed(self._smallest)
+
+    @property
+    def lowest(self) -> Plan:
+        """The plan of the minimum peak found. The search for it takes no work from one for a budget."""
+        return min(self.completed(self._lowest), self.smallest, key=_by_peak)
+
+    @cached_property
+    def _smallest(self) -> Plan:
         return self._lowered(quick=True)
 
     @cached_property
-    def lowest(self) -> Plan:
-        """The plan of the minimum peak found. The search for it takes no work from one for a budget."""
-        return min(self.smallest, self._lowered(quick=False), key=_by_peak)
+    def _lowest(self) -> Plan:
+        return min(self._smallest, self._lowered(quick=False), key=_by_peak)
 
     def _lowered(self, quick: bool) -> Plan:
         """Returns the plan of the least peak found, without recomputation that this peak does not demand."""
@@ -122,7 +127,7 @@ class Planner:
             found = search.bring_down(lowest, bound) if quick else search.least_peak(self.plans, bound)
             found = min(lowest, LocalSearch(self.graph, limit).fill(found, found.peak_bytes), key=_by_peak)
             if self.has_forms:
-                found = lowest_with_stays(self.graph, limit, self.host_bytes, [found, *self.plans]) or found
+                found = lowest_with_stays(self.graph, limit, self.limits, [found, *self.plans]) or found
         self.check(found)
         return found
 
@@ -131,44 +136,50 @@ class Planner:
         """Least cost of any plan in seconds: that of the first minimum cut."""
         return min(plan.cost_seconds for plan in self.plans)
 
-    def fastest(self, accepts: Accepts | None = None) -> Plan | None:
-        """Returns the plan of least time, without a bound on memory."""
-        return min(self.plans, key=_by_cost) if accepts is None else self.choose(None, accepts=accepts)
+    def fastest(self, limits: Limits = UNLIMITED) -> Plan | None:
+        """Returns the plan of least time, without a bound on memory but the share of ``limits``."""
+        if limits.share is not None:
+            return self.find(Limits(share=limits.share, kept_inputs=limits.kept_inputs)).plan
+        return self.completed(min(self.plans, key=_by_cost))
 
-    def least_traffic(self) -> Plan:
-        """Returns the plan that recomputes only what saving would slow down."""
-        return self.starts.least_traffic()
+    # -- plans within limits ---------------------------------------------------------------------------------------------
 
-    # -- plans for a budget ----------------------------------------------------------------------------------------------
+    def find(self, limits: Limits = UNLIMITED) -> PlanningResult:
+        """Returns the best plan found within ``limits``, and the lower bounds.
 
-    def find(self, budget_bytes: int | None, accepts: Accepts | None = None) -> PlanningResult:
-        """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
-
-        With ``accepts``, only plans that it admits count, out of those of :meth:`front`. A lower peak is not searched for then:
-        what is accepted need not fall with the peak.
+        It is the cheapest one within bytes, and the one of the least peak within seconds. With both, the second search follows
+        if the cheapest plan is too slow. With a share, only plans of :meth:`front` count, and a lower peak is not searched for:
+        what a share admits need not fall with the peak.
         """
-        best = self.choose(budget_bytes, accepts=accepts)
-        is_searched = best is None and accepts is None and self.moves
-        known = (*self.plans, *self.found) if self.limit.interrupted else (self.smallest, *self.plans, *self.found)
-        smallest = self.lowest if is_searched else min(known, key=_by_peak)
-        seconds = 0.0 if budget_bytes is None else self._least_seconds(budget_bytes)
-        if best is not None and budget_bytes is not None and accepts is None:
-            seconds = min(seconds, best.cost_seconds)
-        return self._result(best, smallest, seconds, is_searched)
+        if limits.seconds is not None and limits.peak_bytes is None:
+            return self._find_least_peak(limits.seconds)
+        found = self._find_cheapest(replace(limits, seconds=None))
+        if limits.seconds is None or (found.plan is not None and limits.keeps_time(found.plan)):
+            return found
+        self.restart()  # the second search has a limit of its own
+        least = self._find_least_peak(limits.seconds).plan
+        fits = least is not None and limits.peak_bytes is not None and least.peak_bytes <= limits.peak_bytes
+        return replace(found, plan=least) if fits else replace(found, least=least)
 
-    def choose(self, budget_bytes: int | None, accepts: Accepts | None = None) -> Plan | None:
-        """Returns the plan of :meth:`find` without the lower bounds."""
+    def _find_cheapest(self, limits: Limits) -> PlanningResult:
+        budget = limits.peak_bytes
         with _without_garbage_collection():
-            if accepts is not None:
-                fitting = (p for p in self.front() if (budget_bytes is None or p.peak_bytes <= budget_bytes) and accepts(p))
+            if limits.share is not None:
+                fitting = (plan for plan in self._front if limits.keep(self.completed(plan)))
                 best = min(fitting, key=_by_cost, default=None)
-            elif budget_bytes is None:
-                best = self._without_budget()
+            elif budget is None:
+                best = self._unlimited = self._without_budget()
             else:
-                best = self._cheapest(budget_bytes)
+                best = self._cheapest(budget)
             if best is not None:
                 self.check(best)
-        return best
+        is_searched = best is None and limits.share is None and self.moves
+        known = (*self.plans, *self.found) if self.limit.interrupted else (self._smallest, *self.plans, *self.found)
+        smallest = self._lowest if is_searched else min(known, key=_by_peak)
+        seconds = 0.0 if budget is None else self._least_seconds(budget)
+        if best is not None and budget is not None and limits.share is None:
+            seconds = min(seconds, best.cost_seconds)
+        return self._result(best, smallest, seconds, limits, is_searched)
 
     def _cheapest(self, budget: int, lowers: bool = True) -> Plan | None:
         """Returns the cheapest plan found within ``budget`` bytes. If the starts lead to none and it ``lowers``, it is that of
@@ -181,21 +192,17 @@ class Planner:
         enough = max(self._least_seconds(budget), self.least_cost) + settings.good_gap * self.graph.step_seconds
         if enough == math.inf:
             return best
-
-        def suffices(plan: Plan) -> bool:
-            return plan.cost_seconds <= enough
-
         starts = [plan for plan in (*self.plans, *self.found) if not plan.schedule.stays]
         search, found = LocalSearch(graph, limit, share), list[Plan]()
         if self.has_forms:
-            solved = search.solved(starts, budget, suffices)[:1]
-            with_stays = StaysSearch(graph, limit, share, budget, self.host_bytes).run([*starts, *solved], suffices)
-            found += filter(None, (*solved, with_stays))
+            solved = search.solved(starts, budget, enough)[:1]
+            stays = StaysSearch(graph, limit, share, replace(self.limits, peak_bytes=budget))
+            found += filter(None, (*solved, stays.run([*starts, *solved], enough)))
         if not found or not self._gains_much(found):
-            found += filter(None, [search.cheapest(starts, budget, suffices)])
-        if lowers and not found and best is None and self.lowest.peak_bytes <= budget:
-            is_bare = not self.lowest.schedule.stays
-            found += filter(None, [search.cheapest([self.lowest], budget, suffices) if is_bare else self.lowest])
+            found += filter(None, [search.cheapest(starts, budget, enough)])
+        if lowers and not found and best is None and self._lowest.peak_bytes <= budget:
+            is_bare = not self._lowest.schedule.stays
+            found += filter(None, [search.cheapest([self._lowest], budget, enough) if is_bare else self._lowest])
         self.found += found
         return min((*known, *found), key=_by_cost, default=None)
 
@@ -205,67 +212,71 @@ class Planner:
         least = min(plan.cost_seconds for plan in found)
         return least - self.least_cost < (1.0 - settings.large_gain) * (bare - self.least_cost)
 
-    def _without_budget(self) -> Plan | None:
-        """Returns the cheapest plan within the soft budget if that costs little time; else the fastest plan."""
-        fastest = min(self.plans, key=_by_cost)
-        below = None if self.soft_budget_bytes is None else self._cheapest(self.soft_budget_bytes, lowers=False)
+    def _without_budget(self) -> Plan:
+        """Returns the cheapest plan within the peak of the planner's limits if that costs little time; else the fastest."""
+        fastest, most = min(self.plans, key=_by_cost), self.limits.peak_bytes
+        below = None if most is None else self._cheapest(most, lowers=False)
         if below is None:
             return fastest
         worth = below.cost_seconds - fastest.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds
         return below if worth else fastest
 
-    def least_peak(self, time: TimeBudget) -> PlanningResult:
-        """Returns the plan of the least peak found that keeps to ``time``, if there is one.
+    def _find_least_peak(self, seconds: float) -> PlanningResult:
+        """Returns the plan of the least peak found within ``seconds``, if there is one.
 
         Starts are solved for levels of the peak, by bisection, and trials go on from the lowest one within the time. They make
         the predicted seconds least instead of the cost. The lower bound on the cost is that for the plan's own peak.
         """
-        given = [time.plan] if time.plan.graph is self.graph else []
-        best = min((plan for plan in (*self.plans, *given) if time.keeps(plan)), key=_by_peak, default=None)
+        known = [plan for plan in (*self.plans, self._unlimited) if plan is not None and plan.predicted_seconds <= seconds]
+        best = min(known, key=_by_peak, default=None)
         if best is not None and self.moves:
             with _without_garbage_collection():
-                best = self._descended(best, time)
+                best = self._descended(best, seconds)
             self.check(best)
-        judged = self.judge(best or self.smallest, None)
-        return replace(judged, plan=best, smallest=self.smallest)
+        bound = self._least_seconds((best or self._smallest).peak_bytes)
+        return self._result(best, self._smallest, bound, Limits(seconds=seconds))
 
-    def _descended(self, best: Plan, time: TimeBudget) -> Plan:
-        search = LocalSearch(self.graph, self.limit, settings.plans_share, lambda plan: plan.predicted_seconds)
+    def _descended(self, best: Plan, seconds: float) -> Plan:
+        def seconds_of(plan: Plan) -> float:
+            return plan.predicted_seconds
+
+        search = LocalSearch(self.graph, self.limit, settings.plans_share, seconds_of)
         least, most, fails, level = self.moments.peak_bytes(), best.peak_bytes, -1, settings.time_levels
         while level - fails > 1:
             middle = (fails + level) // 2
             budget = least + (most - least) * middle // settings.time_levels
-            found = next(filter(time.keeps, search.solved(self.plans, budget, time.keeps)), None)
+            found = next((p for p in search.solved(self.plans, budget, seconds) if seconds_of(p) <= seconds), None)
             if self.has_forms and found is None:
-                stays = StaysSearch(self.graph, self.limit, settings.plans_share, budget, self.host_bytes)
-                found = stays.run(self.plans, time.keeps, thorough=False)
-            if found is not None and time.keeps(found):
+                limits = replace(self.limits, peak_bytes=budget)
+                stays = StaysSearch(self.graph, self.limit, settings.plans_share, limits, seconds_of)
+                found = stays.run(self.plans, seconds, thorough=False)
+            if found is not None and seconds_of(found) <= seconds:
                 level, best = middle, min(best, found, key=_by_peak)
             else:
                 fails = middle
-        return best if best.schedule.stays else search.lower(best, time.keeps)
+        return best if best.schedule.stays else search.lower(best, seconds)
 
     def front(self) -> list[Plan]:
         """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
-        if not self.moves:
-            return self.plans
-        return self._front
+        return [self.completed(plan) for plan in self._front]
 
     @cached_property
     def _front(self) -> list[Plan]:
-        graph, least, whole = self.graph, self.smallest.peak_bytes, self.starts.save_what_constraints_allow()
+        if not self.moves:
+            return self.plans
+        graph, least, whole = self.graph, self._smallest.peak_bytes, self.starts.save_what_constraints_allow()
         steps = range(settings.peak_levels - 1, -1, -1)  # the plans of a level are starts of the next lower one
         levels = [int(least * (whole.peak_bytes / least) ** (step / settings.peak_levels)) for step in steps if least]
-        found = [*self.plans, self.smallest]
+        found = [*self.plans, self._smallest]
         with _without_garbage_collection(), self.limit.beside(1.0) as limit:
             search = LocalSearch(graph, limit)
             for level in levels:
-                found += search.solved(found, level, lambda plan: False, settings.front_starts)
+                found += search.solved(found, level, near=settings.front_starts)
             found += self._of_saved_bytes(limit)
-            bases = pareto([plan for plan in found if not plan.schedule.stays]) if self.has_forms else []
+            bases = search.front([plan for plan in found if not plan.schedule.stays]) if self.has_forms else []
             for level in levels if bases else ():
-                with_stays = StaysSearch(graph, limit, 1.0, level, self.host_bytes)
-                found += filter(None, [with_stays.run(bases, lambda plan: False, thorough=False)])
+                with_stays = StaysSearch(graph, limit, 1.0, replace(self.limits, peak_bytes=level))
+                found += filter(None, [with_stays.run(bases, thorough=False)])
             for base in bases:
                 if limit.has_passed():
                     break
@@ -280,28 +291,36 @@ class Planner:
         search, peaks = LocalSearch(many, limit), [plan.peak_bytes for plan in starts]
         least, most, found = min(peaks), max(peaks), list[Plan]()
         for step in range(1, settings.saved_levels):
-            solved = search.solved(
-                starts, least + (most - least) * step // settings.saved_levels, lambda plan: False, settings.front_starts
-            )
+            level = least + (most - least) * step // settings.saved_levels
+            solved = search.solved(starts, level, near=settings.front_starts)
             found += [Plan.of(self.graph, plan.schedule, plan.label) for plan in solved]
         return found
 
     # -- results -----------------------------------------------------------------------------------------------------------
+
+    def completed(self, plan: Plan) -> Plan:
+        """Returns a plan of the search as it leaves the planner."""
+        return plan
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
 
         Without a budget, the lower bound on the cost is that for the plan's own peak.
         """
-        limit = plan.peak_bytes if budget_bytes is None else budget_bytes
-        return self._result(plan if plan.peak_bytes <= limit else None, plan, self._least_seconds(limit), False)
+        limit = self.completed(plan).peak_bytes if budget_bytes is None else budget_bytes
+        return self._result(None, plan, self._least_seconds(limit), Limits(limit))
 
-    def _result(self, best: Plan | None, smallest: Plan, seconds: float, is_searched: bool) -> PlanningResult:
-        interrupted = self.limit.interrupted or self.starts.lacks_cuts
-        least = self._least_bytes()
+    def _result(
+        self, best: Plan | None, smallest: Plan, seconds: float, limits: Limits, is_searched: bool = False
+    ) -> PlanningResult:
+        """Returns the result with completed plans. One that no longer fits does not count, and the smallest one may fit now."""
+        plans = [self.completed(plan) for plan in (best, smallest) if plan is not None]
+        fitting = next(filter(limits.keep, plans), None)
+        interrupted, least = self.limit.interrupted or self.starts.lacks_cuts, self._least_bytes()
         return PlanningResult(
-            best, self.baseline, smallest, least, seconds, self.limit.simulated, interrupted, self.ended_by_clock, is_searched
-        )
+            fitting, self.baseline, plans[-1], least, seconds, self.limit.simulated, interrupted, self.ended_by_clock,
+            is_searched,
+        )  # fmt: skip
 
     def _least_bytes(self) -> int:
         return self.moments.peak_bytes()

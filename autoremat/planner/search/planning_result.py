@@ -25,12 +25,15 @@ class PlanningResult:
     lower_bound_seconds: float
     """Lower bound on the cost in seconds of any plan within the budget that keeps the sequence; infinite if none fits."""
     candidates: int
+    """Number of plans that were simulated."""
     interrupted: bool
     """True if the time limit, as an amount of work, ended the search."""
     ended_by_clock: bool = False
     """True if the clock ended it earlier, or ended one that it builds on: another search may find another plan."""
     least_is_searched: bool = False
     """True if ``smallest`` is the result of a search for the least peak, which only budgets below other plans need."""
+    least: Plan | None = None
+    """The plan of the least peak found within the limit of seconds, if no plan found keeps to that and to the bytes."""
 
     def within_gap(self, plan: Plan, good_gap: float) -> bool:
         """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,10 @@ from autoremat.planner.graph.arrays import Numbers
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Engine
 from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
-from autoremat.planner.search.local_search import LocalSearch, Suffices, pareto
+from autoremat.planner.search.local_search import LocalSearch, SecondsOf, cost_of
 from autoremat.planner.search.placement import place
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, PROGRAM, WorkLimit
 from autoremat.planner.settings import SETTINGS
@@ -41,14 +43,15 @@ class _UnderStays(LocalSearch):
 
 
 class StaysSearch(LocalSearch):
-    """The search for plans within ``budget`` bytes, at most ``host_bytes`` of them on the host.
+    """The search for plans within the bytes of ``limits`` on the device and on the host.
 
     Its plans have no stays. Each counts with those that bring it down to the budget.
     """
 
-    def __init__(self, graph: Graph, limit: WorkLimit, share: float, budget: int, host_bytes: int | None) -> None:
-        super().__init__(graph, limit, share)
-        self.budget, self.host_bytes = budget, host_bytes
+    def __init__(self, graph: Graph, limit: WorkLimit, share: float, limits: Limits, seconds_of: SecondsOf = cost_of) -> None:
+        super().__init__(graph, limit, share, seconds_of)
+        assert limits.peak_bytes is not None
+        self.budget, self.limits = limits.peak_bytes, limits
         self.bare, self.under = LocalSearch(graph, limit, share), _UnderStays(self)
         self.best: Plan | None = None
         """The cheapest plan found, with its stays."""
@@ -79,7 +82,7 @@ class StaysSearch(LocalSearch):
         if grouped.least_bytes > self.budget or grouped.least_stall(self.budget) >= most_stall:
             return None
         with self.limit.unit(PLACEMENT * len(plan.sequence)):
-            found = place(grouped, self.budget, self.host_bytes, most_stall)
+            found = place(grouped, self.limits, most_stall)
         return found if found is not None and found.cost_seconds < self.least else None
 
     def consider(self, plan: Plan) -> bool:
@@ -111,16 +114,16 @@ class StaysSearch(LocalSearch):
 
     # -- sources of plans ------------------------------------------------------------------------------------------------
 
-    def run(self, starts: Collection[Plan], suffices: Suffices, thorough: bool = True) -> Plan | None:
+    def run(self, starts: Collection[Plan], enough: float = -math.inf, thorough: bool = True) -> Plan | None:
         """Returns the cheapest plan found from ``starts``, which have no stays; None if none fits.
 
-        Unless ``thorough``, only the starts are brought down.
+        One of ``enough`` seconds ends the search. Unless ``thorough``, only the starts are brought down.
         """
 
         def is_done() -> bool:
-            return self.is_over() or (self.best is not None and suffices(self.best))
+            return self.is_over() or (self.best is not None and self.seconds_of(self.best) <= enough)
 
-        fastest, *others = sorted(pareto(starts), key=lambda plan: plan.cost_seconds)
+        fastest, *others = self.bare.front(starts)
         for start in (fastest, *others):
             if is_done() or start.cost_seconds >= self.least:
                 break
@@ -129,7 +132,7 @@ class StaysSearch(LocalSearch):
             return self.best
         for share in settings.levels:
             level = self.budget + int(share * self._reach(fastest))
-            for plan in () if is_done() else self.bare.solved(starts, level, suffices, near=1):
+            for plan in () if is_done() else self.bare.solved(starts, level, enough, near=1):
                 self.consider(plan)
         self._from_programs(fastest, is_done)
         failures = trial = 0
@@ -154,7 +157,7 @@ class StaysSearch(LocalSearch):
 
         if is_done():
             return
-        program, failures = JointProgram(self.graph, self._seconds_of_ops(plan), self.host_bytes), 0
+        program, failures = JointProgram(self.graph, self._seconds_of_ops(plan), self.limits.host_bytes), 0
         patience = min(max(settings.program_work // max(self.graph.num_forward, 1), 1), settings.most_programs)
         for share in settings.program_budgets:
             if failures == patience or is_done():
@@ -196,9 +199,9 @@ def admissible(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
         saved |= needed
 
 
-def lowest_with_stays(graph: Graph, limit: WorkLimit, host_bytes: int | None, starts: Collection[Plan]) -> Plan | None:
+def lowest_with_stays(graph: Graph, limit: WorkLimit, limits: Limits, starts: Collection[Plan]) -> Plan | None:
     """Returns the plan with stays of the least peak found, at any number of seconds; None if no stays lower the peak."""
-    search = StaysSearch(graph, limit, 1.0, 0, host_bytes)
+    search = StaysSearch(graph, limit, 1.0, replace(limits, peak_bytes=0))
     lowest = min(starts, key=lambda plan: (plan.peak_bytes, plan.cost_seconds))
     best, peak = None, lowest.peak_bytes
     for base in (search.under.least_peak(starts, 0), lowest):
@@ -206,7 +209,7 @@ def lowest_with_stays(graph: Graph, limit: WorkLimit, host_bytes: int | None, st
         for _ in range(settings.peak_levels):
             if level >= peak:
                 break
-            found = StaysSearch(graph, limit, 1.0, level, host_bytes).placed(base)
+            found = StaysSearch(graph, limit, 1.0, replace(limits, peak_bytes=level)).placed(base)
             if found is None:
                 low = level
             else:

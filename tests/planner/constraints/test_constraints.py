@@ -16,6 +16,7 @@ from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Region, matches_op, matches_path
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Role, Scope, Trait
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 
@@ -86,7 +87,7 @@ def test_every_plan_obeys_every_order(drawn, share):
     assert all(ordered.graph.ops[i].constraint is Constraint.RECOMPUTE for i in to_recompute)
     planner = Planner(ordered.graph, given=() if ordered.candidate is None else (ordered.candidate,))
     baseline = planner.baseline.peak_bytes
-    plans = [planner.find(None if share is None else int(share * baseline)).plan, planner.smallest, planner.lowest]
+    plans = [planner.find(Limits(None if share is None else int(share * baseline))).plan, planner.smallest, planner.lowest]
     plans += [*planner.plans, *planner.found]
     if ordered.candidate is not None and share is None:
         plans.append(planner.judge(ordered.candidate, None).plan)
@@ -130,7 +131,7 @@ def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_res
         Constraint.NONE, Constraint.NONE, Constraint.NONE,
     ]  # fmt: skip
     planner = Planner(ordered.graph, given=(ordered.candidate,))
-    assert planner.find(ordered.candidate.peak_bytes).plan.cost_seconds <= ordered.candidate.cost_seconds
+    assert planner.find(Limits(ordered.candidate.peak_bytes)).plan.cost_seconds <= ordered.candidate.cost_seconds
     assert planner.smallest.peak_bytes <= ordered.candidate.peak_bytes
 
 

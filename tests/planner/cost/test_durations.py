@@ -121,7 +121,7 @@ def test_a_schedule_is_fused_once_for_its_bytes_and_its_seconds(monkeypatch):
 
 @given(graphs())
 def test_a_plan_predicts_the_seconds_of_its_executions(graph):
-    plan = Planner(graph).find(None).plan
+    plan = Planner(graph).find().plan
     assert plan is not None
     assert plan.predicted_seconds == pytest.approx(durations(graph, plan.schedule).sum())
     if not graph.machine.fuses:
@@ -262,7 +262,7 @@ def test_traffic_is_that_of_an_independent_count(graph):
 
 @given(graphs())
 def test_a_plan_costs_what_it_runs_again_and_saves(graph):
-    plan = Planner(graph).find(None).plan
+    plan = Planner(graph).find().plan
     assert plan is not None
     recomputed, saved = (
         (recompute_seconds(graph, op) for op in plan.recomputed),
@@ -292,7 +292,7 @@ def test_what_kernels_of_their_own_read_in_both_halves_is_saved_for_nothing():
     assert traffic_of(graph).saving_seconds[scaled] == 0.0
     assert traffic_of(graph).saving_seconds[product] == pytest.approx(TRAFFIC)
     assert traffic_of(graph).recompute_seconds[maker] == pytest.approx(1e-4 + TRAFFIC)
-    assert scaled in Planner(graph).find(None).plan.saved
+    assert scaled in Planner(graph).find().plan.saved
 
 
 @pytest.mark.parametrize(("inlining", "runs"), [(Inlining.CHEAP, (3, 2, 1)), (Inlining.NEVER, (1, 1, 1))])
@@ -329,4 +329,4 @@ def test_what_is_spread_over_columns_is_saved_and_not_computed_for_each():
     graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=TRAFFIC_PER_BYTE)
     maker = graph.values[log].producer
     assert traffic_of(graph).recompute_seconds[maker] == pytest.approx(columns * 1e-5 + TRAFFIC)
-    assert set(Planner(graph).find(None).plan.saved) == {logits, log}
+    assert set(Planner(graph).find().plan.saved) == {logits, log}

@@ -19,6 +19,7 @@ from autoremat.planner.cost.links import (
 )
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Trait
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.planner import Planner
 
 
@@ -42,7 +43,7 @@ def gathering_graph(gather_seconds: float, trait: Trait = Trait.GATHER) -> Graph
 @pytest.mark.parametrize(("gather_seconds", "gathers"), [(0.1, True), (5.0, False)])
 def test_the_cheaper_of_gather_and_computation_is_repeated(gather_seconds, gathers):
     graph = gathering_graph(gather_seconds)
-    plan = Planner(graph).find(320).plan
+    plan = Planner(graph).find(Limits(320)).plan
     plan.check()
     assert plan.peak_bytes <= 320
     assert {bool(graph.ops[index].traits) for index in plan.recomputed} == {gathers}
@@ -50,7 +51,7 @@ def test_the_cheaper_of_gather_and_computation_is_repeated(gather_seconds, gathe
 
 def test_a_gather_without_agreement_is_never_repeated():
     graph = gathering_graph(0.1, Trait.COLLECTIVE)
-    plan = Planner(graph).find(320).plan
+    plan = Planner(graph).find(Limits(320)).plan
     assert {bool(graph.ops[index].traits) for index in plan.recomputed} == {False}
 
 

@@ -21,6 +21,7 @@ from autoremat.planner.exact.rematerialization_state import Sites
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.mip import solve
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
@@ -146,7 +147,7 @@ def test_the_deadline_cuts_annealing_short_and_the_outcome_says_so():
 def test_plans_of_training_steps_are_improved_and_stay_plans(graph, share):
     planner = Planner(graph)
     budget = int(share * planner.baseline.peak_bytes)
-    found = planner.find(budget)
+    found = planner.find(Limits(budget))
     better = improve(graph, budget, 0.1, 0, found, 0.0, math.inf)
     assert better.lower_bound_seconds == found.lower_bound_seconds
     if found.plan is not None:

@@ -24,7 +24,7 @@ from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.planner.memory.simulator import simulate
-from autoremat.planner.multigraph.fronts import point_of
+from autoremat.planner.plans.limits import Limits, point_of
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.plans.plan_file import PlanFile, fitted
 from autoremat.planner.search.planner import Planner
@@ -221,7 +221,7 @@ def test_plans_keep_the_sum_of_all_open_calls_within_the_budget(graph, calls, re
     graph = with_calls(graph, calls, resident)
     planner = Planner(graph)
     budget = int(share * planner.baseline.peak_bytes)
-    found = planner.find(budget)
+    found = planner.find(Limits(budget))
     assert planner.baseline.peak_bytes == effective_peak(graph, planner.baseline)
     assert found.smallest.peak_bytes == effective_peak(graph, found.smallest)
     assert found.lower_bound_bytes <= found.smallest.peak_bytes
@@ -248,7 +248,7 @@ def test_the_bound_is_close_on_a_chain():
     graph = with_calls(chain(40, size=100, saving_seconds_per_byte=0.0, forward_outputs=(40,)), 4)
     planner = Planner(graph)
     for tenths in (9, 7, 5, 3):
-        found = planner.find(planner.baseline.peak_bytes * tenths // 10)
+        found = planner.find(Limits(planner.baseline.peak_bytes * tenths // 10))
         assert found.plan is not None
         assert 0.0 < found.lower_bound_seconds <= found.plan.added_seconds
         assert found.plan.added_seconds <= 1.2 * found.lower_bound_seconds + 3

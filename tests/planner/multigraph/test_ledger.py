@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import astuple, replace
 from itertools import product
 
 import pytest
@@ -14,10 +15,11 @@ from strategies import graphs
 
 from autoremat import Options
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
-from autoremat.planner.multigraph.fronts import output_bytes, point_of
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share, fullest, host_peak, pareto, step_peak
+from autoremat.planner.multigraph.ledger import Moment, fullest, host_peak, step_peak
 from autoremat.planner.multigraph.step import Step, StepGraph
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
+from autoremat.planner.plans import limits
+from autoremat.planner.plans.limits import PlanPoint, Share, output_bytes, point_of, undominated
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.budgets import requests_of
@@ -27,11 +29,15 @@ from autoremat.request.surroundings import Surroundings
 POINTS = st.builds(PlanPoint, st.integers(0, 9).map(float), *[st.integers(0, 60)] * 3)
 
 
+def front_of(points: Iterable[PlanPoint]) -> tuple[PlanPoint, ...]:
+    return tuple(undominated(points, astuple))
+
+
 @st.composite
 def steps(draw) -> Step:
     """One or two graphs that up to four entries call."""
     numbers = draw(st.sampled_from([(0,), (0, 1), (0, 1, 2), (0, 0), (0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 1)]))
-    fronts = [pareto(draw(st.lists(POINTS, min_size=1, max_size=4))) for _ in range(3)]
+    fronts = [front_of(draw(st.lists(POINTS, min_size=1, max_size=4))) for _ in range(3)]
     entries = st.integers(0, len(numbers) - 1)
     moments = st.builds(
         Moment, st.integers(-5, 40), st.lists(entries, max_size=4).map(tuple), st.none() | entries, st.booleans()
@@ -71,9 +77,9 @@ def test_a_graph_called_three_times_holds_three_times():
     assert step_peak(moments[:-1], [point]) == 4 + 20 + 25
     (share,) = Step((StepGraph("", "", 3, (point,), point),), moments).shares((point,), 60)
     assert share == Share(10, 60 - 24, 60 - 24)
-    assert share.holds(point)
-    assert not share.holds(point, extra_headroom_bytes=12)
-    assert not Share(9, 60, 60).holds(point)
+    assert share.excess_bytes(point) == 0
+    assert share.less(12).excess_bytes(point) == 1
+    assert Share(9, 60, 60).excess_bytes(point) == 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -88,8 +94,8 @@ def test_the_choice_is_the_best_of_all_that_fit_and_plans_within_its_shares_fit_
     assert any(found == plans for plans in fitting)
     assert step.added_seconds(found) == min(map(step.added_seconds, fitting))
     limits = step.shares(found, budget)
-    assert all(limit.holds(plan) for limit, plan in zip(limits, found, strict=True))
-    allowed = [[p for p in graph.front if limit.holds(p)] for graph, limit in zip(step.graphs, limits, strict=True)]
+    assert all(limit.excess_bytes(plan) <= 0 for limit, plan in zip(limits, found, strict=True))
+    allowed = [[p for p in graph.front if limit.excess_bytes(p) <= 0] for graph, limit in zip(step.graphs, limits, strict=True)]
     for others in product(*allowed):
         assert step_peak(step.moments, others) <= budget
 
@@ -119,13 +125,13 @@ def test_the_bytes_on_the_host_keep_to_their_bound(step, budget, bound, data):
 @given(graphs(max_ops=20))
 def test_the_front_of_a_graph_has_its_fastest_and_its_leanest_plan(graph):
     planner = Planner(graph)
-    front = pareto(map(point_of, planner.front()))
+    front = front_of(map(point_of, planner.front()))
     plans = planner.front()
     assert min(p.seconds for p in front) == min(p.cost_seconds for p in plans)
     assert min(max(p.forward_peak_bytes, p.backward_peak_bytes) for p in front) == min(p.peak_bytes for p in plans)
     for plan in plans:
         point = point_of(plan)
-        assert any(other.dominates(point) for other in front)
+        assert any(all(a <= b for a, b in zip(astuple(other), astuple(point), strict=True)) for other in front)
         assert max(point.forward_peak_bytes, point.backward_peak_bytes) == plan.peak_bytes
         assert plan.saved_bytes - output_bytes(graph) <= point.saved_bytes <= plan.saved_bytes
 
@@ -133,11 +139,11 @@ def test_the_front_of_a_graph_has_its_fastest_and_its_leanest_plan(graph):
 @settings(max_examples=30)
 @given(graphs(max_ops=20), st.data())
 def test_a_plan_is_found_again_by_its_share(graph, data):
-    front = pareto(map(point_of, Planner(graph).front()))
+    front = front_of(map(point_of, Planner(graph).front()))
     wanted = data.draw(st.sampled_from(front))
     share = Share(wanted.saved_bytes, wanted.forward_peak_bytes + 7, wanted.backward_peak_bytes)
-    again = Planner(graph).find(share.peak_bytes, lambda plan: share.holds(point_of(plan))).plan
-    assert share.holds(point_of(again))
+    again = Planner(graph).find(limits.Limits(share.peak_bytes, share=share)).plan
+    assert share.excess_bytes(point_of(again)) <= 0
     assert again.cost_seconds <= wanted.seconds
 
 
@@ -206,7 +212,7 @@ def test_the_first_blocks_are_lean_and_the_last_ones_rich():
     assert two.added_seconds == 3.0 < one.added_seconds == 8.0
     # Equal plans have equal limits, so that each is compiled once, and any plans within the limits fit together.
     assert len(set(two.shares)) == 2
-    assert all(share.holds(plan) for share, plan in zip(two.shares, two.plans, strict=True))
+    assert all(share.excess_bytes(plan) <= 0 for share, plan in zip(two.shares, two.plans, strict=True))
     assert list(two.shares_of("key")) == list(range(8))
     assert two.shares_of("other") == {}
     assert two.shares_of_block(3) == two.shares_of("key")

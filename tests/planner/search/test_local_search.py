@@ -13,6 +13,7 @@ from strategies import GraphBuilder, changed, graphs, training_chain
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import LiveView
 from autoremat.planner.search.local_search import LocalSearch
@@ -20,11 +21,6 @@ from autoremat.planner.search.moves import Drops, keeps_of
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.search.work_limit import WorkLimit
-
-
-def never(plan: Plan) -> bool:
-    return False
-
 
 # -- moves ---------------------------------------------------------------------------------------------------------------
 
@@ -77,13 +73,13 @@ def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in
     planner = Planner(graph, 60.0)
     least, most = planner.lowest.peak_bytes, planner.baseline.peak_bytes
     budget = least + int(share * max(0, most - least))
-    found = planner.find(budget)
+    found = planner.find(Limits(budget))
     assert found.plan is not None
     found.plan.check()
     assert found.plan.peak_bytes <= budget
     assert found.lower_bound_seconds <= found.plan.cost_seconds * (1 + 1e-9)
     assert all(found.plan.cost_seconds <= start.cost_seconds for start in planner.plans if start.peak_bytes <= budget)
-    assert Planner(graph, 60.0).find(budget).plan.schedule == found.plan.schedule
+    assert Planner(graph, 60.0).find(Limits(budget)).plan.schedule == found.plan.schedule
 
 
 def knapsack(sizes: list[int], seconds: list[float], workspace: int) -> Graph:
@@ -100,7 +96,7 @@ def knapsack(sizes: list[int], seconds: list[float], workspace: int) -> Graph:
 
 def test_two_small_values_take_the_memory_of_a_large_one():
     # Of 12 free bytes, the large value gains 1.1 s per byte and leaves 2; the small ones gain 1 s per byte and leave none.
-    found = Planner(knapsack([10, 6, 6], [11.0, 6.0, 6.0], 20), 60.0).find(33).plan
+    found = Planner(knapsack([10, 6, 6], [11.0, 6.0, 6.0], 20), 60.0).find(Limits(33)).plan
     assert found is not None
     assert found.added_seconds == 11.0
     assert [found.graph.values[value].bytes for value in found.saved] == [6, 6]
@@ -120,8 +116,8 @@ def test_trials_lower_the_cost_near_the_least_peak(count, seed):
     graph = uneven_chain(count, seed)
     planner = Planner(graph)
     budget = int(1.02 * planner.lowest.peak_bytes)
-    found = planner.find(budget)
-    solved = LocalSearch(graph, WorkLimit()).solved(planner.plans, budget, never)
+    found = planner.find(Limits(budget))
+    solved = LocalSearch(graph, WorkLimit()).solved(planner.plans, budget)
     assert found.lower_bound_seconds <= found.plan.cost_seconds
     assert not solved or found.plan.cost_seconds <= solved[0].cost_seconds
 
@@ -144,11 +140,11 @@ def twice_needed() -> Graph:
 
 def test_a_budget_that_no_start_keeps_to_is_met():
     planner = Planner(twice_needed())
-    found = planner.find(150)
+    found = planner.find(Limits(150))
     assert found.plan is not None
     assert found.plan.peak_bytes == 102
-    assert Planner(twice_needed(), moves=False).find(150).plan is None
-    infeasible = planner.find(101)
+    assert Planner(twice_needed(), moves=False).find(Limits(150)).plan is None
+    infeasible = planner.find(Limits(101))
     assert (infeasible.plan, infeasible.smallest.peak_bytes, infeasible.lower_bound_bytes) == (None, 102, 102)
     assert infeasible.lower_bound_seconds == math.inf
 
@@ -157,13 +153,13 @@ def test_a_budget_that_no_start_keeps_to_is_met():
 @given(graphs(max_ops=24))
 def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
     planner = Planner(graph)
-    planner.find(planner.smallest.peak_bytes)
+    planner.find(Limits(planner.smallest.peak_bytes))
     lowest = planner.lowest
     lowest.check()
     assert planner.moments.peak_bytes() <= lowest.peak_bytes <= planner.smallest.peak_bytes
     assert planner.smallest.peak_bytes <= min(start.peak_bytes for start in planner.plans)
     assert Planner(graph).lowest.schedule == lowest.schedule
-    fitting = Planner(graph).find(lowest.peak_bytes).plan
+    fitting = Planner(graph).find(Limits(lowest.peak_bytes)).plan
     assert fitting is not None
     assert fitting.peak_bytes <= lowest.peak_bytes
 
@@ -179,7 +175,7 @@ def test_a_single_phase_has_the_same_search():
     graph = Graph.from_dag([1.0] * 20, [10] * 20, [(i, i + 1) for i in range(19)] + [(i, 19 - i) for i in range(9)])
     planner = Planner(graph)
     peak = planner.baseline.peak_bytes
-    found = planner.find(int(0.7 * peak))
+    found = planner.find(Limits(int(0.7 * peak)))
     assert found.plan is not None
     found.plan.check()
     assert found.plan.peak_bytes <= int(0.7 * peak)

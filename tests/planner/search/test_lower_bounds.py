@@ -11,6 +11,7 @@ from strategies import GraphBuilder, chain, close_under_need, graphs
 
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
@@ -57,7 +58,7 @@ def test_a_recomputed_result_that_fusion_inlines_counts_behind_the_start():
     planner = Planner(graph)
     assert planner.moments.seconds(1100) == 0.0
     assert planner.moments.seconds(1050) == pytest.approx(0.5, rel=1e-3)
-    plan = planner.find(1050).plan
+    plan = planner.find(Limits(1050)).plan
     assert plan is not None
     assert plan.cost_seconds == pytest.approx(1.0)
 
@@ -77,7 +78,7 @@ def test_a_chain_is_planned_close_to_the_optimum():
     planner = Planner(graph, 600.0)
     for tenths in (9, 8, 7, 6, 5, 4):
         budget = planner.baseline.peak_bytes * tenths // 10
-        found = planner.find(budget)
+        found = planner.find(Limits(budget))
         unsaved = (planner.baseline.peak_bytes - budget) // 100
         assert found.lower_bound_seconds == pytest.approx(unsaved, abs=3)
         assert found.plan is not None

@@ -12,6 +12,7 @@ from strategies import GraphBuilder, changed, graphs, saved_sets, with_forms
 
 from autoremat.planner.graph.op import Engine, Form, Kind, Role, Transfer
 from autoremat.planner.graph.schedule import Stay, build_schedule
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
@@ -41,7 +42,7 @@ def packed(seconds: float) -> Form:
 
 
 def placed(grouped: GroupedPlan, budget: int, host_bytes: int | None = None) -> Plan:
-    found = place(grouped, budget, host_bytes)
+    found = place(grouped, Limits(budget, host_bytes))
     assert found is not None
     found.check()
     assert found.peak_bytes <= budget
@@ -94,7 +95,7 @@ def test_the_cheaper_way_frees_the_memory():
 def test_no_more_values_are_stored_than_the_host_holds():
     forms = {index: on_host(0.5) for index in range(6)}
     assert len(placed(chain([10] * 8, forms), 50, None).schedule.stays) >= 3
-    assert place(chain([10] * 8, forms), 50, 29) is None
+    assert place(chain([10] * 8, forms), Limits(50, 29)) is None
     assert placed(chain([10] * 8, forms), 60, 20).host_bytes == 20
 
 
@@ -130,7 +131,7 @@ def test_placed_plans_fit_and_are_valid(data, graph, in_flight, share):
     assume(grouped.plan.peak_bytes)
     host_bytes = data.draw(st.sampled_from([None, 300]))
     budget = max(int(share * grouped.plan.peak_bytes), grouped.least_bytes)
-    found = place(grouped, budget, host_bytes)
+    found = place(grouped, Limits(budget, host_bytes))
     if found is not None:
         found.check(ignores_recompute=True)
         assert found.peak_bytes <= budget

@@ -15,6 +15,7 @@ from strategies import GraphBuilder, chain, graphs
 from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.min_cut import FORBIDDEN, RESOLUTION, MinCut
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
@@ -104,7 +105,7 @@ def test_the_highest_price_still_counts_bytes(mebibytes):
 
 def budgets_of(planner: Planner) -> list[int]:
     """From far too little over the least found to more than enough."""
-    smallest, baseline = planner.find(1).smallest.peak_bytes, planner.baseline.peak_bytes
+    smallest, baseline = planner.find(Limits(1)).smallest.peak_bytes, planner.baseline.peak_bytes
     spread = max(baseline - smallest, 0)
     return sorted({1, max(1, smallest - 1), *(max(1, smallest + spread * i // 3) for i in range(4)), baseline + 1})
 
@@ -114,7 +115,7 @@ def budgets_of(planner: Planner) -> list[int]:
 def test_every_answer_is_a_valid_plan_within_the_budget_or_none(graph):
     planner = Planner(graph, time_limit=600.0)  # a busy machine must not cut it short
     for budget in budgets_of(planner):
-        found = planner.find(budget)
+        found = planner.find(Limits(budget))
         assert found.lower_bound_bytes <= found.smallest.peak_bytes
         assert (found.plan is None) == (budget < found.smallest.peak_bytes)
         for plan in filter(None, (found.plan, found.smallest, found.baseline)):
@@ -128,7 +129,7 @@ def test_every_answer_is_a_valid_plan_within_the_budget_or_none(graph):
 @given(graphs())
 def test_a_larger_budget_never_costs_more(graph):
     planner = Planner(graph)
-    plans = [planner.find(budget).plan for budget in budgets_of(planner)] + [planner.find(None).plan]
+    plans = [planner.find(Limits(budget)).plan for budget in budgets_of(planner)] + [planner.find().plan]
     costs = [plan.cost_seconds for plan in plans if plan is not None]
     assert all(after <= before * (1 + 1e-9) + 1e-12 for before, after in zip(costs, costs[1:], strict=False))
 
@@ -137,8 +138,8 @@ def test_a_larger_budget_never_costs_more(graph):
 @given(graphs())
 def test_a_ceiling_without_a_budget_is_kept_where_that_takes_little_time(graph):
     for ceiling in budgets_of(Planner(graph)):
-        planner = Planner(graph, time_limit=600.0, soft_budget_bytes=ceiling)
-        chosen, fastest = planner.find(None).plan, planner.fastest()
+        planner = Planner(graph, time_limit=600.0, limits=Limits(ceiling))
+        chosen, fastest = planner.find().plan, planner.fastest()
         most = fastest.cost_seconds + SETTINGS.search.soft_budget_cost * graph.step_seconds
         worth = any(plan.peak_bytes <= ceiling and plan.cost_seconds <= most for plan in planner.plans)
         assert chosen.cost_seconds <= most
@@ -148,7 +149,7 @@ def test_a_ceiling_without_a_budget_is_kept_where_that_takes_little_time(graph):
 @given(graphs(), st.integers(1, 1000))
 @settings(max_examples=30)
 def test_planning_is_deterministic(graph, budget):
-    first, second = Planner(graph).find(budget), Planner(graph).find(budget)
+    first, second = Planner(graph).find(Limits(budget)), Planner(graph).find(Limits(budget))
     assert first.smallest.schedule == second.smallest.schedule
     assert (first.plan and first.plan.schedule) == (second.plan and second.plan.schedule)
     assert first.candidates == second.candidates
@@ -165,17 +166,17 @@ def test_without_a_budget_the_plan_only_trades_traffic_for_recomputation(fuses):
     tangent = build.source(0, Role.TANGENT)
     gradient = build.op([dear, cheap, tangent], 0, forward=False, kind=Kind.REDUCTION)
     graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), fuses=fuses, saving_seconds_per_byte=1e-9)
-    assert Planner(graph).find(None).plan.saved == ((dear,) if fuses else (dear, cheap))
+    assert Planner(graph).find().plan.saved == ((dear,) if fuses else (dear, cheap))
 
 
 def test_a_chain_fits_where_saving_everything_does_not():
     length = 64
     graph = chain(length, size=100, seconds=1e-3, forward_outputs=(length,))
     planner = Planner(graph)
-    smallest = planner.find(1).smallest
+    smallest = planner.find(Limits(1)).smallest
     assert planner.baseline.peak_bytes >= 100 * length
     assert smallest.peak_bytes <= 100 * 20  # about 2 sqrt(64) values and the gradients
-    plan = planner.find(100 * length // 2).plan
+    plan = planner.find(Limits(100 * length // 2)).plan
     assert plan is not None
     assert 0 < len(plan.recomputed) < length
 
@@ -187,6 +188,6 @@ def test_a_budget_that_saving_everything_fits_is_feasible(graph):
         dataclasses.replace(op, constraint=Constraint.NONE) if op.constraint is Constraint.RECOMPUTE else op for op in graph.ops
     )
     planner = Planner(dataclasses.replace(graph, ops=tuple(ops)))  # ops that have to be recomputed may need more
-    found = planner.find(max(1, planner.baseline.peak_bytes))
+    found = planner.find(Limits(max(1, planner.baseline.peak_bytes)))
     assert found.plan is not None
     assert found.smallest.peak_bytes <= found.baseline.peak_bytes

@@ -23,12 +23,12 @@ from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Role, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
+from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.tools.explain import previews
 from autoremat.torch_private import compilers
 
@@ -109,7 +109,7 @@ def test_plans_are_close_to_the_optimum(rate):
         for share in (0.85, 0.7):
             budget = int(share * planner.baseline.peak_bytes)
             least = optimum(graph, budget)
-            planning = planner.find(budget)
+            planning = planner.find(Limits(budget))
             assert planning.lower_bound_seconds <= least * (1 + 1e-6) + 1e-9
             if planning.plan is None:
                 assert planner.smallest.peak_bytes > budget
@@ -137,9 +137,9 @@ def test_the_linear_program_saves_what_the_link_and_the_host_hold(rate, host_byt
 SIZES, SECONDS = [8, 6, 9, 7, 8, 5, 9, 6], [0.9, 0.4, 0.8, 0.3, 0.7, 0.5, 0.6, 0.4]
 
 
-def planned(graph: Graph, budget: int, **fields: object) -> Plan:
-    planner = Planner(graph, 60.0, **fields)
-    found = planner.find(budget).plan
+def planned(graph: Graph, budget: int, limits: Limits = UNLIMITED) -> Plan:
+    planner = Planner(graph, 60.0, limits=limits)
+    found = planner.find(Limits(budget)).plan
     assert found is not None
     found.check()
     assert found.peak_bytes <= budget
@@ -162,7 +162,7 @@ def test_the_host_bounds_what_is_stored():
     budget = int(0.7 * Planner(graph, 60.0).baseline.peak_bytes)
     seconds = []
     for host_bytes in (0, 10, 20, None):
-        plan = planned(graph, budget, host_bytes=host_bytes)
+        plan = planned(graph, budget, Limits(host_bytes=host_bytes))
         assert host_bytes is None or plan.host_bytes <= host_bytes
         seconds.append(plan.added_seconds)
     assert seconds == sorted(seconds, reverse=True)
@@ -172,10 +172,10 @@ def test_the_host_bounds_what_is_stored():
 @pytest.mark.parametrize("host_bytes", [5, 12, 25])
 def test_the_least_peak_keeps_to_the_host(host_bytes):
     graph = on_host(step(SIZES, SECONDS), 1e3)
-    planner, alone = Planner(graph, 60.0, host_bytes=host_bytes), Planner(step(SIZES, SECONDS), 60.0)
+    planner, alone = Planner(graph, 60.0, limits=Limits(host_bytes=host_bytes)), Planner(step(SIZES, SECONDS), 60.0)
     assert planner.smallest.host_bytes <= host_bytes
     assert planner.smallest.peak_bytes <= alone.smallest.peak_bytes
-    assert planner.find(planner.smallest.peak_bytes).plan is not None
+    assert planner.find(Limits(planner.smallest.peak_bytes)).plan is not None
 
 
 def test_calls_in_flight_hold_stored_values_on_the_host():
@@ -207,10 +207,10 @@ def test_a_budget_of_time_is_kept_with_a_lower_peak():
         planner = Planner(forms, 60.0)
         fastest = planner.fastest()
         assert fastest is not None
-        time = TimeBudget(fastest, 0.05)
-        found = planner.least_peak(time).plan
+        limits = Limits(seconds=1.05 * fastest.predicted_seconds)
+        found = planner.find(limits).plan
         assert found is not None
-        assert time.keeps(found)
+        assert limits.keep(found)
         peaks.append(found.peak_bytes)
     assert peaks[1] < peaks[0]
 
@@ -247,6 +247,6 @@ def test_saved_values_that_are_in_the_way_of_stays_are_dropped():
     linked = on_host(graph, 0.75 * fastest.peak_bytes / forward)
     for share in (1.0, 1.03, 1.06):
         budget = int(share * alone.lowest.peak_bytes)
-        found, without = Planner(linked).find(budget).plan, alone.find(budget).plan
+        found, without = Planner(linked).find(Limits(budget)).plan, alone.find(Limits(budget)).plan
         assert found.schedule.stays
         assert found.cost_seconds - fastest.cost_seconds < 2 / 3 * (without.cost_seconds - fastest.cost_seconds)

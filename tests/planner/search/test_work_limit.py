@@ -24,6 +24,7 @@ from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Searches
 from autoremat.options.options import Options
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import local_search, work_limit
 from autoremat.planner.search.live_view import LiveView
@@ -82,7 +83,7 @@ def slow_units(clock, monkeypatch) -> Clock:
 def searched(seconds: float) -> tuple[PlanningResult, WorkLimit]:
     """The result of a search on a chain within a small share of its baseline's peak, and its limit."""
     planner = Planner(training_chain(200), seconds)
-    return planner.find(int(0.15 * planner.baseline.peak_bytes)), planner.limit
+    return planner.find(Limits(int(0.15 * planner.baseline.peak_bytes))), planner.limit
 
 
 def at_a_speed(clock: Clock, monkeypatch, slowness: float) -> tuple[PlanningResult, WorkLimit]:
@@ -150,13 +151,13 @@ def test_work_ends_the_search_at_the_same_step_in_processes_with_other_hash_seed
 def test_every_stage_of_a_search_looks_at_the_clock(slow_units, seconds, share):
     planner = Planner(training_chain(100), seconds)
     budget = int(share * planner.baseline.peak_bytes)
-    found = planner.find(budget)
+    found = planner.find(Limits(budget))
     assert slow_units.time <= seconds + UNITS_BESIDE
     assert found.baseline.peak_bytes >= found.smallest.peak_bytes
     assert found.ended_by_clock or slow_units.time < seconds or share == 0.01
     planner.restart()
     began = slow_units.time
-    planner.find(budget)
+    planner.find(Limits(budget))
     assert slow_units.time - began <= seconds + UNITS_BESIDE
 
 
