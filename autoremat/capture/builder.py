@@ -15,7 +15,8 @@ from autoremat.capture import call_cost, communication
 from autoremat.capture.source_info import origin
 from autoremat.ops import op_traits
 from autoremat.planner.graph.op import Role, Trait, Value
-from autoremat.torch_private import higher_order, joint_graphs, tensor_identity
+from autoremat.torch_private import higher_order, joint_graphs
+from autoremat.torch_private.tensors import storage_bytes, storage_key
 
 Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
 """The memory that a node holds: a value number, None for no memory, or several of these by position or by name."""
@@ -48,16 +49,14 @@ class Builder:
 
     def nbytes(self, tensor: torch.Tensor) -> int:
         """Returns the bytes of the tensor's storage; 0 if it is not on the model's device."""
-        return call_cost.storage_bytes(tensor, self.device_type)
+        return storage_bytes(tensor, self.device_type)
 
     def new_value(self, node: fx.Node, name: str, tensor: torch.Tensor, role: Role) -> int:
         module, source = origin(node)
         self.values.append(Value(name, self.nbytes(tensor), None, role, module, source))
         self.value_nodes.append(node if role is not Role.COMPUTED else None)
         number = len(self.values) - 1
-        key = tensor_identity.storage_key(tensor)
-        if key is not None:
-            self.storages[key] = number
+        self.storages[storage_key(tensor)] = number
         if role is Role.COMPUTED:
             self.maker[number] = node
         return number
@@ -142,8 +141,7 @@ class Builder:
                 return {str(key): hold(t, f"{name}[{key!r}]") for key, t in tensor.items()}
             if not isinstance(tensor, torch.Tensor):
                 return None
-            key = tensor_identity.storage_key(tensor)
-            known = None if key is None else self.storages.get(key)
+            known = self.storages.get(storage_key(tensor))
             if known is not None and known in may_alias:
                 return known
             made.append(self.new_value(node, name, tensor, Role.COMPUTED))

@@ -16,9 +16,9 @@ from torch import fx
 from autoremat.capture.work import FUSED_SHARE
 from autoremat.measure.signatures import arguments
 from autoremat.ops import collectives, declarations, op_traits
-from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.graph.op import Kind, Trait
-from autoremat.torch_private import higher_order, symbolic_sizes, tensor_identity
+from autoremat.torch_private import higher_order, symbolic_sizes
+from autoremat.torch_private.tensors import storage_bytes, storage_key, tensor_bytes, tensors_in
 from autoremat.workspaces.formulas import (
     channels_last_workspace,
     estimated_bytes,
@@ -114,16 +114,6 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
     return max(known) if len(known) == len(sizes) else None
 
 
-def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
-    """Returns the bytes of the tensor's storage; 0 if it is on another device type."""
-    if tensor.device.type != device_type:
-        return 0
-    try:
-        return symbolic_sizes.most(tensor.untyped_storage().nbytes())
-    except NotImplementedError:
-        return symbolic_sizes.most(tensor.numel()) * tensor.element_size()
-
-
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return tensors_in(node.meta.get("val"))
 
@@ -207,7 +197,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
     last_use = _last_uses(body)
     for position, node in enumerate(body.graph.nodes):
         if node.op != "call_function":
-            born.update((_key(t), 0) for t in _tensors(node))  # inputs exist anyway
+            born.update((storage_key(t), 0) for t in _tensors(node))  # inputs exist anyway
             continue
         cost = cost_of(node, device_type, runs_on, fuses)
         unknown |= cost.unknown
@@ -215,20 +205,15 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
         flops, moved = flops + cost.flops, moved + cost.moved_bytes // share
         excess = iter(cost.excess_bytes)
         for tensor in _tensors(node):
-            if _key(tensor) not in born:
-                born[_key(tensor)] = storage_bytes(tensor, device_type) + next(excess, 0)
-                live += born[_key(tensor)]
+            if storage_key(tensor) not in born:
+                born[storage_key(tensor)] = storage_bytes(tensor, device_type) + next(excess, 0)
+                live += born[storage_key(tensor)]
         peak = max(peak, live + cost.workspace_bytes)
-        for key in {_key(t) for n in (node, *node.all_input_nodes) for t in _tensors(n)}:
+        for key in {storage_key(t) for n in (node, *node.all_input_nodes) for t in _tensors(n)}:
             if last_use[key] <= position:
                 live -= born.get(key, 0)
                 born[key] = 0
     return Cost(flops, moved, max(0, peak - live), (), unknown)  # the results are still live at the end
-
-
-def _key(tensor: torch.Tensor) -> int:
-    key = tensor_identity.storage_key(tensor)
-    return id(tensor) if key is None else key
 
 
 def _last_uses(body: fx.GraphModule) -> dict[int, int]:
@@ -236,5 +221,5 @@ def _last_uses(body: fx.GraphModule) -> dict[int, int]:
     for position, node in enumerate(body.graph.nodes):
         for holder in (node, *node.all_input_nodes):
             for tensor in _tensors(holder):
-                found[_key(tensor)] = position
+                found[storage_key(tensor)] = position
     return found

@@ -27,12 +27,12 @@ from autoremat.capture.pricing import Pricer, Prices
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.op_traits import BATCH_NORM_RESULTS, averages_of, ends_pass
-from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost.device import Device, cpu_device, cuda_device
 from autoremat.planner.cost.rates import Pricing
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
 from autoremat.torch_private import joint_graphs
+from autoremat.torch_private.tensors import tensor_bytes
 from autoremat.workspaces.measurement import one_graph
 
 

@@ -22,13 +22,13 @@ from autoremat.capture.builder import written_values
 from autoremat.capture.capture import Capture
 from autoremat.capture.communication import Replicated
 from autoremat.ops.collectives import gather_workspace_bytes
-from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost.links import HostLink, Links, Pattern, host_form, sent_bytes
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import BITS, SHARDS, Engine, Form, Transfer, Value
 from autoremat.planner.settings import SETTINGS
 from autoremat.torch_private import process_groups
 from autoremat.torch_private.symbolic_sizes import most
+from autoremat.torch_private.tensors import tensor_bytes
 
 SENT = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool}

@@ -18,8 +18,9 @@ from torch import fx
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Scope
 from autoremat.report.text_tables import short_source
-from autoremat.torch_private import symbolic_sizes, tensor_identity
+from autoremat.torch_private import symbolic_sizes
 from autoremat.torch_private.symbolic_sizes import size_hint
+from autoremat.torch_private.tensors import storage_key
 
 NAMES = "autoremat_names"
 """The key in ``node.meta["custom"]`` of the model's call that a node belongs to, and of its result's names.
@@ -125,7 +126,7 @@ def _take_from(module: fx.GraphModule) -> None:
 def _storage(node: fx.Node) -> int | None:
     """Returns a number that identifies the storage of a node's tensor; None if it has no tensor."""
     tensor = node.meta.get("example_value")
-    return tensor_identity.storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
+    return storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
 
 
 def identity(gm: fx.GraphModule) -> str:

@@ -15,12 +15,12 @@ from torch import fx
 
 from autoremat.measure.signatures import arguments
 from autoremat.ops import op_traits
-from autoremat.ops.tensors import tensors_in
 from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.cost.rates import BATCH, Attention, AttentionKernel, Product, Rate, Task, Work
 from autoremat.planner.graph.op import Kind, Op
 from autoremat.torch_private import kernel_settings
 from autoremat.torch_private.symbolic_sizes import size_hint
+from autoremat.torch_private.tensors import tensors_in
 
 FUSED_SHARE = 3
 """A fused pointwise op is charged 1/``FUSED_SHARE`` of the bytes that it would move alone: its share of the chain's traffic."""

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.capture.call_cost import storage_bytes
 from autoremat.torch_private.dynamo import nesting_of, switches_autocast
-from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.tensors import storage_bytes, storage_key
 
 WINDOW = 0.25
 """The share of a part by which a cut may miss the place of equal parts, for fewer bytes across it."""
@@ -106,6 +105,5 @@ def _spans(module: fx.GraphModule, nodes: Sequence[fx.Node], device_type: str) -
         size = None if value._version else 0 if node.op == "placeholder" else storage_bytes(value, device_type)
         if touched:
             span = _Span(min(touched), max(touched), size)
-            key = id(node) if key is None else key
             found[key] = span if key not in found else found[key].joined(span)
     return list(found.values())

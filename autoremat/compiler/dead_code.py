@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoremat.torch_private import higher_order
-from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.tensors import storage_key
 
 OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
@@ -86,5 +86,4 @@ def _requires_gradient(node: fx.Node) -> bool:
 def _storages(nodes: Iterable[fx.Node], changed: bool = False) -> set[int]:
     """Returns the storages of the results of ``nodes``; of those alone that the graph changes in place if ``changed``."""
     tensors = (one for one in chain.from_iterable(map(_results, nodes)) if isinstance(one, torch.Tensor))
-    keys = (storage_key(tensor) for tensor in tensors if tensor._version or not changed)
-    return {key for key in keys if key is not None}
+    return {storage_key(tensor) for tensor in tensors if tensor._version or not changed}

@@ -21,11 +21,11 @@ from torch.autograd.graph import Node
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.ops.tensors import tensors_in
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
 from autoremat.torch_private.autograd import saved_numbers
 from autoremat.torch_private.symbolic_sizes import UNKNOWN_SIZE, DynamicSize, data_dependent_sizes, dynamic_sizes
+from autoremat.torch_private.tensors import tensors_in
 
 Sizes = Mapping[DynamicSize, int]
 """For each dynamic size, the largest value that a plan holds for."""

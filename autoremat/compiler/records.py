@@ -22,9 +22,10 @@ from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
 from autoremat.planner.graph.op import SHARDS
 from autoremat.report.data import CODEC
-from autoremat.torch_private import compilers, kernel_settings, process_groups, symbolic_sizes, tensor_identity
+from autoremat.torch_private import compilers, kernel_settings, process_groups, symbolic_sizes
 from autoremat.torch_private.allocator import settings_of_process
 from autoremat.torch_private.dynamo import sharded_inputs
+from autoremat.torch_private.tensors import subclass_identity
 
 
 def load(key: str) -> Record | None:
@@ -89,5 +90,5 @@ def _describe(value: Any) -> str:
     except RuntimeError:
         layout = str(value.layout)
     shape = ",".join(str(s) for s in value.shape)
-    parts = tensor_identity.subclass_identity(value)  # the placements of a distributed tensor
+    parts = subclass_identity(value)  # the placements of a distributed tensor
     return f"{type(value).__name__} {shape} {layout} {value.dtype} {value.device} {value.requires_grad} {parts}"

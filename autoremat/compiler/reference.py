@@ -30,9 +30,9 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
 from autoremat.request.limits import Limits
-from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs, tensor_identity
+from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs
 from autoremat.torch_private.layouts import LAYOUT_COPY
-from autoremat.torch_private.symbolic_sizes import size_hint
+from autoremat.torch_private.tensors import storage_bytes, storage_key
 
 log = logging.getLogger("autoremat")
 
@@ -296,5 +296,4 @@ def _storage_of(node: fx.Node) -> tuple[int, int]:
     tensor = node.meta.get("val")
     if not isinstance(tensor, torch.Tensor):
         return 0, 0
-    key = tensor_identity.storage_key(tensor)
-    return (0, 0) if key is None else (key, size_hint(tensor.untyped_storage().nbytes()))
+    return storage_key(tensor), storage_bytes(tensor, tensor.device.type)

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from autoremat.capture import source_info
-from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.lowering import tracing_to
@@ -26,8 +25,9 @@ from autoremat.planner.multigraph.frame import Border, Part, moments_of
 from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
 from autoremat.planner.plans.limits import border_values, output_bytes
 from autoremat.request.request import Request
-from autoremat.torch_private import fake_tensors, joint_graphs, split_graphs, tensor_identity
+from autoremat.torch_private import fake_tensors, joint_graphs, split_graphs
 from autoremat.torch_private.split_graphs import GradientHooks, PartOfGraph, Split
+from autoremat.torch_private.tensors import storage_bytes, storage_key
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Borders:
         place = self.place_of(tensor)
         if place is not None:
             return place
-        self.places[_key(tensor)] = len(self.all)
+        self.places[storage_key(tensor)] = len(self.all)
         needs_gradient = tensor.requires_grad and (made_by is not None or not isinstance(tensor, torch.nn.Parameter))
         size = storage_bytes(tensor, self.device_type)
         self.all.append(Border(size, made_by, (), gradient_bytes=size if needs_gradient else 0))
@@ -107,12 +107,7 @@ class _Borders:
 
     def place_of(self, tensor: Any) -> int | None:
         """Returns the place of the border that holds ``tensor``; None if there is none."""
-        return self.places.get(_key(tensor)) if isinstance(tensor, torch.Tensor) else None
-
-
-def _key(tensor: torch.Tensor) -> int:
-    key = tensor_identity.storage_key(tensor)
-    return id(tensor) if key is None else key
+        return self.places.get(storage_key(tensor)) if isinstance(tensor, torch.Tensor) else None
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from autoremat.planner.multigraph.device_budget import COMPILED, EARLIER_GRADIEN
 from autoremat.torch_private.autograd import hooks_after_gradients
 from autoremat.torch_private.fake_optimizers import local
 from autoremat.torch_private.process_groups import gathered_groups
-from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.tensors import storage_bytes, storage_key
 
 OTHER_FORMS = 'a dict of names to modules, tensors or bytes, such as {"EMA": ema_model, "cache": "1GiB"}'
 
@@ -47,10 +47,8 @@ class Inventory:
         for tensor in map(local, tensors):
             key = storage_key(tensor)
             if self.counts(tensor) and key not in self.seen:
-                size = tensor.numel() * tensor.element_size() if key is None else tensor.untyped_storage().nbytes()
-                total += rounded(size, self.rounding)
-                if key is not None:
-                    self.seen.add(key)
+                total += rounded(storage_bytes(tensor, tensor.device.type), self.rounding)
+                self.seen.add(key)
         return total
 
     def gradient_bytes(self, parameters: Iterable[torch.Tensor]) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import fx
 
 from autoremat.ops import op_traits
-from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.cost.links import Pattern, sent_bytes, steps_of
 from autoremat.torch_private import process_groups
+from autoremat.torch_private.tensors import tensor_bytes, tensors_in
 
 GLOO_THREADS = 2
 """Threads of a gloo group, each of which works on one collective."""

@@ -19,11 +19,11 @@ import torch
 
 from autoremat.basics.errors import OptionsError
 from autoremat.ops import op_traits
-from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.graph.op import Trait
 from autoremat.torch_private import higher_order
 from autoremat.torch_private.kernel_settings import packs_operands
 from autoremat.torch_private.symbolic_sizes import size_hint
+from autoremat.torch_private.tensors import tensor_bytes
 
 LARGEST_BLOCK = 2**17 + 2**10
 """Bytes of the largest block of packed operands and sums that oneDNN allocates for a thread, with what belongs to it."""

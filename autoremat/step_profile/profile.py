@@ -19,7 +19,6 @@ from autoremat.basics.progress import now, status_if_slow
 from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.breaks import listen, what_dynamo_said
 from autoremat.compiler.interception import intercepted_by
-from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Moment
@@ -30,6 +29,7 @@ from autoremat.request.surroundings import Surroundings
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import autograd, compilers, frames
+from autoremat.torch_private.tensors import tensors_in
 
 
 def profile_step(

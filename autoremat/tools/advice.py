@@ -15,12 +15,12 @@ from autoremat.basics.errors import AutorematError, BudgetInfeasible, DeviceTooS
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import bytes_apart, format_seconds
 from autoremat.compiler.planning import NUMBERS_OF_CHUNKS
-from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.binding import remedy_for
 from autoremat.report.peak_snapshot import TensorCategory
 from autoremat.report.report import Report
+from autoremat.torch_private.tensors import tensors_in
 
 LEAST_SECONDS = 5.0
 """Seconds that advice may take after a plan of fewer seconds."""

@@ -33,7 +33,6 @@ from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
 from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.problem import Problem
 from autoremat.measure.machine import checked_device
-from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import OWN_KEYS, Options
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet, device_memory, known_cards
 from autoremat.report.report import Report
@@ -43,6 +42,7 @@ from autoremat.request.surroundings import Surroundings
 from autoremat.tools.cuda_kernels import attention_on_cuda, use_kernels_of_cuda, write_casts
 from autoremat.torch_private import compilers, fake_tensors, frames, inductor_lowering, named_card
 from autoremat.torch_private.dynamo import graph_breaks
+from autoremat.torch_private.tensors import tensors_in
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import fx
 from torch.autograd.graph import Node
 
 from autoremat.torch_private import compilers
-from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.tensors import storage_key
 from autoremat.torch_private.untraced import untraced
 
 ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

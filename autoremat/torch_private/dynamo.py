@@ -18,7 +18,7 @@ from autoremat.basics.units import rounded
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.torch_private.frames import RESUMED, above_dynamo
 from autoremat.torch_private.symbolic_sizes import size_hint
-from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.tensors import storage_key
 from autoremat.torch_private.untraced import is_untraced, untraced
 
 BY_DDP = "DDPOptimizer intentional graph-break"

@@ -20,11 +20,11 @@ from torch import fx
 from autoremat.basics.units import rounded
 from autoremat.ops import op_traits
 from autoremat.ops.declarations import grouped_workspace, is_plain_matrix
-from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private.compilers import lays_channels_last
 from autoremat.torch_private.kernel_settings import packs_operands
 from autoremat.torch_private.symbolic_sizes import most, size_hint
+from autoremat.torch_private.tensors import tensor_bytes, tensors_in
 from autoremat.workspaces.measurement import Layout, measured
 
 aten, prims = torch.ops.aten, torch.ops.prims

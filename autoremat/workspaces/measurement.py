@@ -23,11 +23,10 @@ from autoremat.measure.calibration import device_key
 from autoremat.measure.machine import measurable, outside_of_modes
 from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
 from autoremat.ops import op_traits
-from autoremat.ops.tensors import tensors_in
 from autoremat.planner.graph.op import Trait
 from autoremat.torch_private import allocator, higher_order
 from autoremat.torch_private.symbolic_sizes import size_hint
-from autoremat.torch_private.tensor_identity import storage_key
+from autoremat.torch_private.tensors import storage_key, tensors_in
 
 log = logging.getLogger("autoremat")
 

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from autoremat.ops.op_traits import COMPARED, MATERIALIZED, is_pointwise, is_view, kind_of, packet
-from autoremat.ops.tensors import tensors_in
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private.symbolic_sizes import size_hint
+from autoremat.torch_private.tensors import tensors_in
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
