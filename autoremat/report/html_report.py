@@ -46,7 +46,8 @@ def _graph(report: ReportData) -> dict[str, Any]:
     if report.peak_before is not None:
         moments["Where it would be without recomputation"] = report.peak_before
     return {
-        "figures": [*text_tables.brief(report), *text_tables.figures(report)],
+        "brief": list(text_tables.brief(report)),
+        "figures": text_tables.figures(report),
         "pictures": drawn,
         "moments": moments,
         "totals": {by: report.totals(by) for by in ("module", "op")},

@@ -7,8 +7,11 @@ display nothing and change no global state.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.plans.limits import undominated
@@ -40,12 +43,15 @@ FATE_COLOURS = {
 
 WIDTH, HEIGHT = 9.0, 4.5
 
+PLACES = [(x, y, side) for y in (3, -9, 12, -18, 21) for x, side in ((5, "left"), (-5, "right"), (0, "center"))]
+"""Places of a label beside its point, in points of the page, the best first."""
+
 
 def memory(report: ReportData) -> Figure:
     """Returns a plot of the live bytes over one step with the plan, stacked by groups of modules.
 
-    Lines show the budget and the step without recomputation. The time is that of the cost model. Raises ``ValueError`` for an
-    empty graph.
+    Lines show the budget, the step without recomputation, and plain Inductor's peak and time. The time is that of the cost
+    model. Raises ``ValueError`` for an empty graph.
     """
     after, before = report.profile_after, report.profile_before
     if after is None:
@@ -62,6 +68,9 @@ def memory(report: ReportData) -> Figure:
         totals = [total / scale for total in before.totals]
         label = f"without recomputation, {format_bytes(max(before.totals, default=0))}"
         axes.step([s / time_scale for s in before.seconds], totals, where="post", color=BEFORE_COLOUR, lw=1, label=label)
+    name, plain = report.compared
+    if plain != report.baseline_peak_bytes:
+        _mark_plain(axes, report.step_seconds / time_scale, plain / scale, f"{name}, {format_bytes(plain)}")
     if report.budget_bytes is not None:
         label = f"budget, {format_bytes(report.budget_bytes)}"
         axes.axhline(report.budget_bytes / scale, color=BUDGET_COLOUR, ls="--", lw=1.2, label=label)
@@ -72,7 +81,8 @@ def memory(report: ReportData) -> Figure:
             place = axes.get_xaxis_transform()
             axes.annotate(text, (border, 1.0), (way, 3), xycoords=place, textcoords="offset points", ha=side, fontsize=9)
     axes.set(xlabel=f"{time_unit} of the step, estimated", ylabel=f"{unit} live", ylim=(0, None), xlim=(0, None))
-    axes.set_title(f"peak {format_bytes(report.predicted_peak_bytes)}", loc="left", fontsize=10, pad=16)
+    title = f"peak {format_bytes(report.predicted_peak_bytes)}, time {report.added_share:+.1%}"
+    axes.set_title(title, loc="left", fontsize=10, pad=16)
     if after.host:
         host_unit, host_scale = _byte_unit(after.host)
         on_host = axes.twinx()
@@ -88,7 +98,8 @@ def memory(report: ReportData) -> Figure:
 def pareto(points: Sequence[Point]) -> Figure:
     """Returns a plot of recomputation against the peak for the points of ``autoremat.pareto``.
 
-    Our plans and the lower bound are lines; the other families are single points.
+    Our plans and the lower bound are lines; the other families are single points. Dotted lines mark plain Inductor's. A label
+    without room is left out.
     """
     figure, axes = _empty(WIDTH, HEIGHT)
     unit, scale = _byte_unit([point.peak_bytes for point in points])
@@ -98,6 +109,7 @@ def pareto(points: Sequence[Point]) -> Figure:
         POLICY: {"color": "#9c6b4e", "marker": "^", "ls": "", "zorder": 2},
         BOUND: {"color": "#808080", "marker": "", "ls": "-", "zorder": 1},
     }
+    labels = dict[tuple[float, float], dict[str, str]]()
     for family, style in styles.items():
         shown = sorted((point for point in points if point.family == family), key=lambda point: point.peak_bytes)
         if not shown:
@@ -111,10 +123,49 @@ def pareto(points: Sequence[Point]) -> Figure:
             axes.fill_between(peaks, costs, 0, color="#808080", alpha=0.15, lw=0)
         if family in (TORCH, POLICY):
             for point, peak, cost in zip(shown, peaks, costs, strict=True):
-                axes.annotate(point.label, (peak, cost), (4, 3), textcoords="offset points", fontsize=7, color=style["color"])
+                labels.setdefault((peak, cost), {})[point.label] = style["color"]
+    axes.set_xlim(axes.get_xlim())
+    for plain in (point for point in points if (point.family, point.label) == (TORCH, "1")):
+        place, label = (plain.peak_bytes / scale, 100 * plain.overhead), f"plain Inductor, {format_bytes(plain.peak_bytes)}"
+        _mark_plain(axes, *place, f"{label}, {plain.overhead:+.1%}")
+        labels = {place: {"plain Inductor": "black"}} | {other: names for other, names in labels.items() if other != place}
     axes.set(xlabel=f"peak of the step, {unit}", ylabel="recomputation, % of the step", ylim=(0, None))
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    _annotate(figure, {place: (", ".join(names), next(iter(names.values()))) for place, names in labels.items()})
     return figure
+
+
+def _mark_plain(axes: Axes, right: float, top: float, label: str) -> None:
+    axes.plot([0, right, right], [top, top, 0], color="black", ls=":", lw=1, label=label)
+
+
+def _annotate(figure: Figure, labels: dict[tuple[float, float], tuple[str, str]]) -> None:
+    """Writes the labels beside their points, within the axes, where no line, marker or other label is."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # the layout is known then
+    (axes,), taken = figure.axes, []
+    for line in axes.lines:
+        marks = axes.transData.transform(line.get_xydata()) if line.get_marker() not in ("", "None") else np.empty((0, 2))
+        taken += [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in marks]
+        taken += [Bbox(ends) for ends in _pieces(axes.transData.transform(line.get_xydata())) if line.get_linestyle() == "-"]
+    for point, (text, colour) in labels.items():
+        note = axes.annotate(text, point, (0, 0), textcoords="offset points", fontsize=7, color=colour, in_layout=False)
+        for x, y, side in PLACES:
+            note.set(position=(x, y), ha=side)
+            box = note.get_window_extent()
+            if all(axes.bbox.contains(*corner) for corner in (box.min, box.max)) and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+        else:
+            note.remove()
+
+
+def _pieces(corners: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    """Yields short pieces of the line through these corners, each by its ends."""
+    for begin, end in zip(corners, corners[1:], strict=False):
+        cuts = np.linspace(begin, end, 2 + int(np.abs(end - begin).max() / 8))
+        yield from (np.sort(cuts[i : i + 2], axis=0) for i in range(len(cuts) - 1))
 
 
 def saved_by_layer(report: ReportData) -> Figure:

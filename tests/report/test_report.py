@@ -280,6 +280,7 @@ def test_the_memory_picture_shows_peak_budget_and_border(report):
     assert set(budget.get_ydata()) == {16.0}
     before = next(line for label, line in lines.items() if "without" in label)
     assert max(before.get_ydata()) == pytest.approx(report.baseline_peak_bytes / 2**20)
+    assert "time +" in axes.get_title("left")
     border = report.profile_after.seconds[report.profile_after.border]
     assert any(list(line.get_xdata()) == [border * 1e3] * 2 for line in axes.lines)
     shown = " ".join(texts(figure))
@@ -299,16 +300,18 @@ def test_layers_add_up_to_what_the_forward_makes(report):
 def test_the_pareto_picture_has_every_family():
     points = [
         Point(OURS, "", 10 << 20, 1.0, 4.0), Point(OURS, "", 20 << 20, 0.0, 4.0), Point(BOUND, "", 10 << 20, 0.5, 4.0),
-        Point(BOUND, "", 20 << 20, 0.0, 4.0), Point(TORCH, "0.5", 15 << 20, 2.0, 4.0),
-        Point(POLICY, "sqrt", 12 << 20, 3.0, 4.0),
+        Point(BOUND, "", 20 << 20, 0.0, 4.0), Point(TORCH, "0.5", 15 << 20, 2.0, 4.0), Point(TORCH, "1", 19 << 20, 0.1, 4.0),
+        *(Point(POLICY, name, 12 << 20, 3.0 + close, 4.0) for name, close in (("sqrt", 0.0), ("full", 0.01), ("block", 0.0))),
     ]  # fmt: skip
     figure = plots.pareto(points)
     (axes,) = figure.axes
     ours = next(line for line in axes.lines if line.get_label() == OURS)
     assert list(ours.get_xdata()) == [10.0, 20.0]
     assert list(ours.get_ydata()) == [25.0, 0.0]
-    for expected in ("0.5", "sqrt", "lower bound", "policy"):
+    for expected in ("0.5", "sqrt, block", "full", "lower bound", "policy", "plain Inductor, 19.00 MiB, +2.5%"):
         assert any(expected in text for text in texts(figure))
+    boxes = [label.get_window_extent() for label in axes.texts]
+    assert not [box for number, box in enumerate(boxes) if box.count_overlaps(boxes[:number])]
 
 
 def test_pictures_are_written_in_both_formats(report, tmp_path):
