@@ -22,36 +22,22 @@ from autoremat.report.peak_snapshot import TensorCategory
 from autoremat.report.report import Report
 from autoremat.torch_private.tensors import tensors_in
 
-LEAST_SECONDS = 5.0
-"""Seconds that advice may take after a plan of fewer seconds."""
-
-MOST_TRIALS = 4
-"""Maximum number of plans that are tried."""
+LEAST_SECONDS, MOST_TRIALS = 5.0, 4  # that advice may take after a plan of fewer; plans that it tries
 
 GRADIENTS = TensorCategory.GRADIENT.value
 GIVEN = frozenset({GRADIENTS, TensorCategory.TANGENT.value, TensorCategory.RESIDENT.value})
 """Kinds of bytes that no option and no smaller batch lowers."""
 
-UNBOUNDED = "1024GiB"
-"""The memory of a host of any size. A trial that fits names what its plan uses."""
-
-Explain = Callable[[Options, Sequence[Any], Mapping[str, Any]], Report]
-"""Plans a step under options, with positional and keyword arguments. Raises ``BudgetInfeasible`` if no plan fits."""
-
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan of the same step under further options, or in micro-batches."""
+    """A plan of the same step under further ``options``, or in ``micro_batches`` of ``batch`` samples."""
 
     options: Mapping[str, object]
-    """Options to add to those that were given."""
-    peak_bytes: int
-    """Predicted peak, or the minimum peak found, of those that the budget or the device bounds."""
+    peak_bytes: int  # or the minimum peak found, of the bytes that the budget or the device bounds
     limit_bytes: int
-    seconds: float | None
-    """Predicted seconds of forward and backward of the whole batch; None if no plan fits."""
+    seconds: float | None  # predicted, of the whole batch; None if no plan fits
     batch: int
-    """Samples of one micro-batch."""
     micro_batches: int
 
     def __str__(self) -> str:
@@ -64,54 +50,47 @@ class Trial:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do about a step that does not fit. Printed as one sentence."""
+    """What to do about a step that does not fit, as a sentence: the fastest of ``trials``, or ``otherwise``."""
 
     trials: tuple[Trial, ...]
-    """The plans that were tried, in sequence."""
     otherwise: str
-    """What to do if none of them fits."""
 
     @property
     def best(self) -> Trial | None:
-        """The fastest trial that fits; None if none does."""
-        return min(
-            (one for one in self.trials if one.seconds is not None),
-            key=lambda one: (one.seconds or 0.0, one.micro_batches),
-            default=None,
-        )
+        fitting = [one for one in self.trials if one.seconds is not None]
+        return min(fitting, key=lambda one: (one.seconds or 0.0, one.micro_batches), default=None)
 
     def __str__(self) -> str:
         return self.otherwise if self.best is None else f"It fits with {self.best}."
 
 
 def advise(
-    explain: Explain, options: Options, args: Sequence[Any], kwargs: Mapping[str, Any], error: BudgetInfeasible, seconds: float
+    explain: Callable[..., Report], options: Options, args: Any, kwargs: Any, error: BudgetInfeasible, seconds: float
 ) -> Advice | None:
     """Returns what makes the step fit that ``error`` refuses after ``seconds``; None if stored plans are to be applied."""
     if options.plan:
         return None
     found: list[Trial] = []
-    deadline = time.perf_counter() + max(seconds, LEAST_SECONDS)
-    batch = batch_of(args, kwargs)
-    for remedies, size in () if isinstance(error, DeviceTooSmall) else _settings(options, error, batch, found):
-        begin = time.perf_counter()
-        trying = _options(options, error, remedies, batch // size, min(options.time_limit, max(1.0, (deadline - begin) / 2)))
-        first = lambda leaf, size=size: leaf.narrow(0, 0, size) if _is_batched(leaf) and size < batch else leaf  # noqa: E731
-        inputs = torch.utils._pytree.tree_map(first, (tuple(args), dict(kwargs)))
+    sizes = {leaf.shape[0] for leaf in tensors_in((args, dict(kwargs))) if leaf.dim() and not leaf.requires_grad} - {1}
+    deadline, batch = time.perf_counter() + max(seconds, LEAST_SECONDS), sizes.pop() if len(sizes) == 1 else 1
+    for remedies, size in _settings(options, error, batch, found):
+        begin, count = time.perf_counter(), batch // size
+        trying = _options(options, error, remedies, count, max(1.0, (deadline - begin) / 2))
+        cut = lambda leaf, n=size: leaf[:n] if leaf.dim() and n < len(leaf) == batch and not leaf.requires_grad else leaf  # noqa: E731
+        inputs = torch.utils._pytree.tree_map_only(torch.Tensor, cut, (tuple(args), dict(kwargs)))
         with status_if_slow("does not fit; trying what would"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the step itself were shown, and options may have no effect
             try:
-                found.append(_trial(explain(trying, *inputs), trying, remedies, size, batch // size))
+                found.append(_trial(explain(trying, *inputs), trying, remedies, size, count))
             except BudgetInfeasible as refused:
-                found.append(_trial(refused, trying, remedies, size, batch // size))
+                found.append(_trial(refused, trying, remedies, size, count))
             except AutorematError:  # a step may demand its own number of samples
                 break
         if 2 * time.perf_counter() - begin > deadline or len(found) == MOST_TRIALS:  # a further one takes as long
             break
     text = f"Nothing tried makes it fit: {'; '.join(map(str, found))}." if found else "No option can make it fit."
-    if error.parts:
-        text += f" What binds: {binding(error.parts)}."
-    remedy = (remedy_for(error.parts[0][0]) if error.parts else "") or "a shorter sequence, or a device with more memory"
+    text += f" What binds: {binding(error.parts)}." if error.parts else ""
+    remedy = remedy_for(error.parts[0][0] if error.parts else "") or "a shorter sequence, or a device with more memory"
     return Advice(tuple(found), f"{text} What would help: {remedy}.")
 
 
@@ -120,56 +99,39 @@ def seconds_of(report: Report) -> float:
     return sum(one.predicted_seconds for one in (report, *report.others))
 
 
-def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns the batch: the one leading size above 1 of all inputs that require no gradient; 1 if there is not just one."""
-    sizes = {tensor.shape[0] for tensor in tensors_in((args, dict(kwargs))) if _is_batched(tensor)}
-    return int(sizes.pop()) if len(sizes) == 1 else 1
-
-
-def _is_batched(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and not leaf.requires_grad and leaf.shape[0] != 1
-
-
 def _settings(
     options: Options, error: BudgetInfeasible, batch: int, found: Sequence[Trial]
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yields micro-batches of one sample, all remedies together, both if the trials ``found`` of either do not fit, and larger
-    micro-batches by a straight line."""
+    micro-batches by a straight line. Remedies are options that may lower the minimum peak and that the user has not set."""
     given = sum(size for kind, size in error.parts if kind in GIVEN)
-    if given > error.budget_bytes:
+    if given > error.budget_bytes or isinstance(error, DeviceTooSmall):
         return
-    remedies, splits = _remedies(options, error), batch > 1 and options.accumulate is not False
+    defaults, splits = Options(), batch > 1 and options.accumulate is not False
+    remedies = dict[str, Any]() if options.tiles != defaults.tiles else {"tiles": "auto"}
+    if error.device != "cpu" and (options.host_memory, options.store) == (defaults.host_memory, defaults.store):
+        remedies = {"host_memory": "1024GiB"} | remedies  # any host: a trial that fits names what its plan uses
+    if error.loss_chunks == max(NUMBERS_OF_CHUNKS) and options.chunk_loss == defaults.chunk_loss:
+        remedies = {"chunk_loss": 4 * error.loss_chunks} | remedies  # fewer need more
     if splits:
         yield {}, 1
     if remedies:
         yield remedies, batch
-    if not splits:
-        return
-    if found[0].seconds is None:
+    if splits and found[0].seconds is None:
         yield remedies, 1
-        return
-    again = 0 if options.accumulate else dict(error.parts).get(GRADIENTS, 0)
-    guess = batch * (error.budget_bytes - given - again) // max(1, error.minimum_bytes - given)
-    yield from (({}, size) for size in range(min(guess, batch // 2), 1, -1) if batch % size == 0)
+    elif splits:
+        again = 0 if options.accumulate else dict(error.parts).get(GRADIENTS, 0)
+        guess = batch * (error.budget_bytes - given - again) // max(1, error.minimum_bytes - given)
+        yield from (({}, size) for size in range(min(guess, batch // 2), 1, -1) if batch % size == 0)
 
 
-def _remedies(options: Options, error: BudgetInfeasible) -> dict[str, Any]:
-    """Returns the options that may lower the minimum peak and that the user has not set."""
-    found, defaults = dict[str, Any](), Options()
-    if error.loss_chunks == max(NUMBERS_OF_CHUNKS) and options.chunk_loss == defaults.chunk_loss:
-        found["chunk_loss"] = 4 * error.loss_chunks  # fewer need more
-    if error.device != "cpu" and (options.host_memory, options.store) == (defaults.host_memory, defaults.store):
-        found["host_memory"] = UNBOUNDED
-    return found if options.tiles != defaults.tiles else found | {"tiles": "auto"}
-
-
-def _options(options: Options, error: BudgetInfeasible, remedies: dict[str, Any], count: int, time_limit: float) -> Options:
+def _options(options: Options, error: BudgetInfeasible, remedies: dict[str, Any], count: int, seconds: float) -> Options:
     """Returns the options of a trial in ``count`` micro-batches. A share counts as the bytes that it is now."""
     budget = error.budget_bytes if isinstance(options.memory_budget, float) else options.memory_budget
     if isinstance(budget, DeviceBudget):
         budget = replace(budget, accumulate=count * budget.accumulate)
-    accumulate = True if count > 1 else options.accumulate
-    return replace(options, memory_budget=budget, time_limit=time_limit, accumulate=accumulate, **remedies)
+    accumulate, limit = True if count > 1 else options.accumulate, min(options.time_limit, seconds)
+    return replace(options, memory_budget=budget, time_limit=limit, accumulate=accumulate, **remedies)
 
 
 def _trial(
@@ -182,9 +144,7 @@ def _trial(
         return Trial({**remedies, **accumulated}, outcome.minimum_bytes + beside, limit + beside, None, size, count)
     graphs = (outcome, *outcome.others)
     peak = max(one.predicted_device_bytes or one.peak_bytes for one in graphs)
-    used = {
-        "chunk_loss": max(one.loss_chunks for one in graphs), "tiles": max(one.tiles for one in graphs),
-        "host_memory": f"{math.ceil(max(one.host_peak_bytes for one in graphs) / 2**20)}MiB",
-    }  # fmt: skip
+    chunks, tiles, host = (max(getattr(one, name) for one in graphs) for name in ("loss_chunks", "tiles", "host_peak_bytes"))
+    used = {"chunk_loss": chunks, "tiles": tiles, "host_memory": f"{math.ceil(host / 2**20)}MiB"}
     needed = {key: used[key] for key in remedies if used[key] not in (1, "0MiB")}
     return Trial(needed | accumulated, peak, limit + beside, count * seconds_of(outcome), size, count)

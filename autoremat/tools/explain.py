@@ -43,27 +43,22 @@ def explain(
 ) -> Report:
     """Returns the report of the plan that the backend would choose for ``model_or_fn(*args, **kwargs)``.
 
-    The step is traced and planned without running it or allocating its tensors. Only kernels without a formula for their
-    workspace run, once, on synthetic tensors, as in compilation.
+    The step is traced without running it or allocating its tensors, which may be real, fake or on the meta device. Only kernels
+    without a formula for their workspace run, once, on synthetic tensors, as in compilation. ``options`` are those of the
+    backend. ``device`` is a device of torch, or a CUDA GPU by name, such as "H100-80GB", present or not. None means the card
+    that a device budget names, else the device of the model; for the meta device CUDA if present, else the CPU.
+    ``memory_budget="auto"`` is the free memory of a present device, or that of a named GPU without parameters, buffers and
+    inputs. After graph breaks the report describes the graph with the highest peak without recomputation, and
+    ``Report.others`` the other graphs. All peaks are in bytes.
 
-    The model and its inputs may be real, fake or on the meta device, because only shapes and types count. ``options`` are those
-    of the backend. ``device`` is the device to plan for: a device of torch, or a CUDA GPU by name, such as "H100-80GB", present
-    or not. None means the card that a device budget names, else the device of the model. For the meta device it means CUDA if
-    present, else the CPU. ``memory_budget="auto"`` is the free memory of a present device. For a GPU given by name it is the
-    GPU's memory minus parameters, buffers and inputs.
-
-    After graph breaks the report describes the graph with the highest peak without recomputation, and ``Report.others`` the
-    other graphs. All peaks are in bytes.
-
-    Under Inductor the report describes the first plan that is compiled; the backend replans if its code exceeds the budget.
-    With ``lower=True`` Inductor generates the code and compiles no kernel. The report then describes the final plan with the
-    peak of its code. This takes several times as long. For a GPU by name it needs the package triton. For a device that is
-    present it happens by itself if the budget is within 5 % of the minimum peak. Only the code can decide there.
+    Under Inductor the report describes the first plan that is compiled. With ``lower=True`` Inductor generates the code and
+    compiles no kernel, and the report describes the final plan with the peak of its code. This takes several times as long, and
+    for a GPU by name needs the package triton. It happens by itself on a present device for a budget within 5 % of the minimum
+    peak, where only the code can decide.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced. An
-    infeasible share is a ``BudgetWarning`` with the text of that error. With ``advice``, other plans of a step that does not
-    fit follow, for as long as the first one took: under remedies, and in micro-batches. The text ends with the fastest that
-    fits, and ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
+    infeasible share is a ``BudgetWarning``. With ``advice``, other plans of a step that does not fit follow, for as long as the
+    first one took. The text ends with the fastest that fits, and ``BudgetInfeasible.advice`` has all of them.
     """
     parsed = Options.parse(options, None, compilers.inductor_config_names)
 

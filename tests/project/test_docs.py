@@ -46,7 +46,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Files that the blocks write land here."""
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # Dynamo reads it of every input
         yield
+
+
+def test_the_first_block_of_every_page_is_one_that_runs():
+    firsts = [(page.name, BLOCK.search(page.read_text())) for page in PAGES]
+    assert not [name for name, first in firsts if first is not None and first[1]]
 
 
 WITH_BLOCKS = [page for page in PAGES[1:] if blocks(page)]
