@@ -186,7 +186,7 @@ def measure(name: str) -> Iterator[Row]:
     """Yields the row of a graph."""
     graph = graph_of(name)
     planner = Planner(graph, WORK)
-    before, bound = planner.smallest, planner.moments.peak_bytes()
+    before, bound = planner.smallest, planner.bounds.within().peak_bytes
     begun = time.process_time()
     found = planner.lowest
     ended = time.process_time()

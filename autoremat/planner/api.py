@@ -14,10 +14,9 @@ from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search import single_phase
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.starts import Starts
+from autoremat.planner.search.planning_result import PlanningResult, result_of
+from autoremat.planner.search.starts import Starts, without_recomputation
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.portfolio
@@ -29,8 +28,7 @@ Solver = Callable[[Graph, int | None, float, int], PlanningResult]
 def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
     """Returns the result of the integer program alone, of more columns for more time."""
     deadline = time.monotonic() + time_limit
-    start = single_phase.without_recomputation(graph) if graph.single_phase else Starts(graph).save_what_constraints_allow()
-    found = single_phase.outcome([start], budget, single_phase.bounds_of(graph), 1)
+    found = result_of(Starts(graph).save_what_constraints_allow(), budget)
     return interval_model.improve(graph, budget, found, 0.0, deadline, int(interval_model.settings.columns * time_limit))
 
 
@@ -85,7 +83,7 @@ def plan(
         )
     seconds = positive_seconds(time_limit, "time_limit")
     parsed = parse_budget(memory_budget, "memory_budget")
-    budget = budget_bytes(parsed, single_phase.without_recomputation(graph).peak_bytes)
+    budget = budget_bytes(parsed, without_recomputation(graph).peak_bytes)
     with status_if_slow(f"planning {len(graph.ops):,} ops, at most {seconds:g} s", shown=progress_wanted()):
         planning = SOLVERS[solver](graph, budget, seconds, seed)
     found = replace(

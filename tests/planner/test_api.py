@@ -23,8 +23,10 @@ from autoremat.planner.exact import annealing
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import simulate
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan, Status
-from autoremat.planner.search.single_phase import bounds_of, split_at, without_recomputation
+from autoremat.planner.search.lower_bounds import lower_bound
+from autoremat.planner.search.starts import split_at, without_recomputation
 
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
 
@@ -113,11 +115,10 @@ def test_no_bound_is_over_the_optimum_and_no_plan_under_it(single_phase, data):
     graph = data.draw(dags(max_ops=6, single_phase=single_phase))
     if not single_phase:
         graph = dataclasses.replace(graph, forward_outputs=())
-    bounds = bounds_of(graph)
     for budget in shares(graph):
-        optimum = least_added_seconds(graph, budget)
-        assert bounds.seconds(budget) <= optimum + slack(graph.step_seconds)
-        assert math.isinf(optimum) or bounds.peak_bytes() <= budget
+        optimum, bound = least_added_seconds(graph, budget), lower_bound(graph, Limits(budget))
+        assert bound.seconds <= optimum + slack(graph.step_seconds)
+        assert math.isinf(optimum) or bound.peak_bytes <= budget
         for solver in SOLVERS:
             found = plan(graph, budget, solver)
             if found.status is not Status.INFEASIBLE:
@@ -145,7 +146,7 @@ def test_chains_with_few_places_cost_what_griewank_says(length, budget, optimum)
     for single_phase in (True, False):
         graph = training_chain(length, single_phase)
         assert least_added_seconds(graph, budget) == optimum
-        assert bounds_of(graph).seconds(budget) <= optimum
+        assert lower_bound(graph, Limits(budget)).seconds <= optimum
         found = plan(graph, budget)
         assert found.status is Status.INFEASIBLE or found.added_seconds >= optimum
 

@@ -20,7 +20,10 @@ A recomputed result that fusion does not materialise takes no bytes at ``t``. Bu
 its readers have run, and it has been paid for. That is as if its op ran behind ``t``, so the cut counts it so.
 
 These bounds hold for every plan that runs the forward and the backward's own ops once, in the given sequence, and recomputes in
-the backward as often as it likes.
+the backward as often as it likes. The bound on the peak is in :mod:`.peak_bound`.
+
+The lower bound of a single-phase graph is the best of its splits at ops with many live bytes. It uses only the start of each
+backward. Later program points give no bound, because values computed after the split may be recomputed, too.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +40,12 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.search.certain_fusion import CertainFusion
 from autoremat.planner.search.min_cut import Cut, MinCut
 from autoremat.planner.search.peak_bound import bound_on_peak
+from autoremat.planner.search.starts import full_places, split_at
+from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.bound
@@ -48,24 +54,61 @@ ROUNDING = 1e-9
 """Relative rounding error allowed in sums of floating-point numbers."""
 
 
-class Bounds(Protocol):
-    """Lower bounds on all plans of a graph."""
+@dataclass(frozen=True)
+class LowerBound:
+    """What no plan undercuts."""
 
-    def seconds(self, budget: int, traffic: bool = True) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits.
-
-        Without ``traffic``, it is one on their added seconds.
-        """
-
-    def peak_bytes(self) -> int:
-        """Returns a lower bound on the peak of any plan."""
+    peak_bytes: int
+    """The least peak of any plan."""
+    seconds: float
+    """The least cost of a plan within the limits; infinite if none fits."""
 
 
-class Moments:
-    """Lower bounds of one graph for any budget. With ``only_first``, the start of the backward is the only program point.
+def lower_bound(graph: Graph, limits: Limits = UNLIMITED) -> LowerBound:
+    """Returns what no plan of ``graph`` undercuts in its peak, and no plan within the peak of ``limits`` in its cost."""
+    return LowerBounds(graph).within(limits)
 
-    Bounds are weaker once the limit of ``mincut`` has passed.
+
+class LowerBounds:
+    """The lower bounds of a graph for any limits.
+
+    They are weaker once ``limit`` has passed. ``mincut`` is the flow network of a graph of two phases, if it is there.
     """
+
+    def __init__(self, graph: Graph, limit: WorkLimit | None = None, mincut: MinCut | None = None) -> None:
+        self.graph, self.limit = graph, limit or WorkLimit()
+        self.known: dict[int, float] = {}
+        """The seconds by budget. They depend on the work that was left."""
+        self.parts: list[_Points] = []
+        if not graph.single_phase:
+            with self.limit.unit():
+                self.parts.append(_Points(graph, mincut or MinCut(graph, self.limit)))
+            return
+        for place in full_places(graph, settings.single_phase_stretches):
+            if self.limit.has_passed():
+                break
+            with self.limit.unit(PREPARATION * len(graph.ops)):
+                split = split_at(graph, place)
+                self.parts.append(_Points(split, MinCut(split, self.limit), only_first=True))
+
+    def within(self, limits: Limits = UNLIMITED) -> LowerBound:
+        """Returns the bounds on the peak of any plan, and on the cost of plans within the peak of ``limits``."""
+        least, budget = self._peak_bytes(), limits.peak_bytes
+        if budget is None:
+            return LowerBound(least, 0.0)
+        if budget not in self.known:
+            fits = budget >= least
+            self.known[budget] = max((part.seconds(budget) for part in self.parts), default=0.0) if fits else math.inf
+        return LowerBound(least, self.known[budget])
+
+    def _peak_bytes(self) -> int:
+        if self.graph.single_phase:
+            return max([working_set_bytes(self.graph), *(part.point_bytes() for part in self.parts)])
+        return self.parts[0].peak_bytes()
+
+
+class _Points:
+    """Lower bounds of one graph by its program points: the start of the backward alone with ``only_first``."""
 
     def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
         self.graph = graph
@@ -118,12 +161,8 @@ class Moments:
         return self.graph.backward_needs.intersection(op.inputs)
 
     @property
-    def beside_bytes(self) -> int:
-        """Lower bound on the bytes that do not belong to the running call."""
-        return int(self._beside_bytes)
-
-    @property
     def _beside_bytes(self) -> float:
+        """Lower bound on the bytes that do not belong to the running call."""
         return self.graph.calls.resident_bytes + self.others * (self.output_bytes + self.least_saved)
 
     def _room(self, moment: int, budget: int) -> float:
@@ -138,35 +177,33 @@ class Moments:
         rooms += [self.least_saved + (self._room(m, budget) - self._least_bytes(m)) / self.others for m in self.chosen]
         return min(rooms)
 
-    def _border_cut(self, price: float, traffic: bool) -> Cut:
+    def _border_cut(self, price: float, traffic: bool = True) -> Cut:
         return self.mincut.cut(price, needs=self.graph.backward_needs, traffic=traffic)
 
-    def _cut(self, moment: int, price: float, traffic: bool) -> Cut:
+    def _cut(self, moment: int, price: float, traffic: bool = True) -> Cut:
         """Returns the minimum cut for all values that the backward reads from the program point on."""
         return self.behind.cut(price, free=self._there(moment), needs=self.read_later[moment], traffic=traffic)
 
-    def seconds(self, budget: int, traffic: bool = True) -> float:
+    def seconds(self, budget: int) -> float:
         """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits.
 
-        Without ``traffic``, it is one on their added seconds. Once the limit has passed, program points that are left give no
-        bound.
+        Once the limit has passed, program points that are left give no bound.
         """
-        seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget, traffic) for moment in self.chosen]
+        seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget) for moment in self.chosen]
         if self.others and not self.limit.has_passed():
-            seconds.append(self._seconds_at_border(self._room_for_saved(budget), traffic))
+            seconds.append(self._seconds_at_border(self._room_for_saved(budget)))
         if self.mincut.traffic.any() and self.chosen and not self.limit.has_passed():
             room = budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes
-            seconds.append(self._seconds_at_border(room, traffic))
+            seconds.append(self._seconds_at_border(room))
         return max(seconds, default=0.0)
 
-    def _seconds_at_border(self, room: float, traffic: bool) -> float:
+    def _seconds_at_border(self, room: float) -> float:
         """Returns the lower bound of the moment between the halves. Its saved bytes on the device take at most ``room``."""
-        return self._seconds_within(partial(self._border_cut, traffic=traffic), self._least_at_border, room)
+        return self._seconds_within(self._border_cut, self._least_at_border, room)
 
-    def _seconds_at(self, moment: int, budget: int, traffic: bool) -> float:
+    def _seconds_at(self, moment: int, budget: int) -> float:
         """Returns the lower bound of one program point."""
-        cut = partial(self._cut, moment, traffic=traffic)
-        return self._seconds_within(cut, self._least_bytes(moment), self._room(moment, budget))
+        return self._seconds_within(partial(self._cut, moment), self._least_bytes(moment), self._room(moment, budget))
 
     def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float) -> float:
         """Returns a lower bound on the seconds of any cut of at most ``room`` bytes; infinite if there is none.
@@ -199,9 +236,9 @@ class Moments:
         border = int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
         with self.limit.unit():
             running = max(working_set_bytes(self.graph), self.graph.derived(bound_on_peak))
-        return self.beside_bytes + max(running, border if self.others else 0)
+        return int(self._beside_bytes) + max(running, border if self.others else 0)
 
-    def moment_bytes(self) -> int:
+    def point_bytes(self) -> int:
         """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""
         known = [m for m in self.chosen if m in self._least or not self.limit.has_passed()]
         return int(max((self._least_bytes(m) - self._room(m, 0) for m in known), default=0.0))

@@ -87,6 +87,7 @@ def levels(least: int, most: int, count: int) -> list[int]:
 def our_points(graph: Graph, points: int, time_limit: float, host_bytes: int | None = None) -> Iterator[Point]:
     """Yields our plans at ``points`` budgets, from the minimum peak found to the baseline's peak, and the lower bound at each.
 
+    Saving must cost the graph no time, as in what policies and torch compare.
     ``time_limit`` is the number of seconds for each budget. ``host_bytes`` bounds the bytes of stays on the host.
     """
     planner = Planner(graph, time_limit * points, limits=Limits(host_bytes=host_bytes))
@@ -96,7 +97,7 @@ def our_points(graph: Graph, points: int, time_limit: float, host_bytes: int | N
         planning = planner.find(Limits(budget))
         plan = planning.plan or smallest
         yield point_of(plan, OURS, f"{budget} bytes")
-        bound = planner.moments.seconds(budget, traffic=False)
+        bound = planner.bounds.within(Limits(budget)).seconds
         if bound < math.inf:
             yield Point(BOUND, f"{budget} bytes", budget, bound, graph.step_seconds)
 

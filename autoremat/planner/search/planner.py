@@ -13,10 +13,9 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.local_search import LocalSearch
-from autoremat.planner.search.lower_bounds import Bounds, Moments
+from autoremat.planner.search.lower_bounds import LowerBounds
 from autoremat.planner.search.placement import MANY, relieving
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.single_phase import OnePhaseBounds, OnePhaseStarts
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.search.stays_search import StaysSearch, lowest_with_stays
 from autoremat.planner.search.work_limit import CHECK, PLACEMENT, WorkLimit
@@ -59,14 +58,8 @@ class Planner:
         self.limit = WorkLimit(self.time_limit)
         graph, limit = self.graph, self.limit
         self.has_forms = any(value.forms for value in graph.values) and not graph.single_phase
-        if graph.single_phase:
-            self.starts: Starts | OnePhaseStarts = OnePhaseStarts(graph, limit)
-            self.moments: Bounds = OnePhaseBounds(graph, limit)
-        else:
-            self.starts = starts = Starts(graph, limit)
-            with limit.unit():
-                self.moments = Moments(graph, starts.mincut)
-        self._seconds: dict[int, float] = {}
+        self.starts = Starts(graph, limit)
+        self.bounds = LowerBounds(graph, limit, None if graph.single_phase else self.starts.mincut)
         self._unlimited: Plan | None = None
         """The plan without other limits, once it was asked for."""
         self.baseline = self.starts.save_everything()
@@ -84,7 +77,7 @@ class Planner:
         """
         self.limit.restart()
         self.found.clear()
-        self._seconds.clear()
+        self.bounds.known.clear()
 
     def check(self, plan: Plan, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if ``plan`` breaks a rule, within the limit of the search. See :meth:`Plan.check`."""
@@ -123,7 +116,7 @@ class Planner:
             return lowest
         share = settings.quick_share if quick else settings.least_peak_share
         with _without_garbage_collection(), self.limit.beside(share) as limit:
-            search, bound = LocalSearch(self.graph, limit, settings.drops_share), self._least_bytes()
+            search, bound = LocalSearch(self.graph, limit, settings.drops_share), self.bounds.within().peak_bytes
             found = search.bring_down(lowest, bound) if quick else search.least_peak(self.plans, bound)
             found = min(lowest, LocalSearch(self.graph, limit).fill(found, found.peak_bytes), key=_by_peak)
             if self.has_forms:
@@ -176,7 +169,7 @@ class Planner:
         is_searched = best is None and limits.share is None and self.moves
         known = (*self.plans, *self.found) if self.limit.interrupted else (self._smallest, *self.plans, *self.found)
         smallest = self._lowest if is_searched else min(known, key=_by_peak)
-        seconds = 0.0 if budget is None else self._least_seconds(budget)
+        seconds = self._least_seconds(budget)
         if best is not None and budget is not None and limits.share is None:
             seconds = min(seconds, best.cost_seconds)
         return self._result(best, smallest, seconds, limits, is_searched)
@@ -241,7 +234,7 @@ class Planner:
             return plan.predicted_seconds
 
         search = LocalSearch(self.graph, self.limit, settings.plans_share, seconds_of)
-        least, most, fails, level = self.moments.peak_bytes(), best.peak_bytes, -1, settings.time_levels
+        least, most, fails, level = self.bounds.within().peak_bytes, best.peak_bytes, -1, settings.time_levels
         while level - fails > 1:
             middle = (fails + level) // 2
             budget = least + (most - least) * middle // settings.time_levels
@@ -316,20 +309,14 @@ class Planner:
         """Returns the result with completed plans. One that no longer fits does not count, and the smallest one may fit now."""
         plans = [self.completed(plan) for plan in (best, smallest) if plan is not None]
         fitting = next(filter(limits.keep, plans), None)
-        interrupted, least = self.limit.interrupted or self.starts.lacks_cuts, self._least_bytes()
+        interrupted, least = self.limit.interrupted or self.starts.lacks_cuts, self.bounds.within().peak_bytes
         return PlanningResult(
             fitting, self.baseline, plans[-1], least, seconds, self.limit.simulated, interrupted, self.ended_by_clock,
             is_searched,
         )  # fmt: skip
 
-    def _least_bytes(self) -> int:
-        return self.moments.peak_bytes()
-
-    def _least_seconds(self, budget: int) -> float:
-        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
-        if budget not in self._seconds:
-            self._seconds[budget] = math.inf if budget < self._least_bytes() else self.moments.seconds(budget)
-        return self._seconds[budget]
+    def _least_seconds(self, budget: int | None) -> float:
+        return self.bounds.within(Limits(budget)).seconds
 
 
 def _by_peak(plan: Plan) -> tuple[int, float]:

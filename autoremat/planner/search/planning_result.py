@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.lower_bounds import lower_bound
+from autoremat.planner.search.starts import without_recomputation
 
 ROUNDING = 1e-9
 """Share of the step below which a difference in seconds counts as zero."""
@@ -44,13 +47,19 @@ class PlanningResult:
         """Returns True if the optimality gap of the plan is at most ``good_gap``, or if the bound shows that no plan fits."""
         return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.within_gap(self.plan, good_gap))
 
-    def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> PlanningResult:
+    def with_plans(self, plans: list[Plan], budget: int | None, interrupted: bool) -> PlanningResult:
         """Returns the result after adding ``plans``, for a budget in bytes. The best and the smallest plan are checked."""
         known = [*filter(None, (self.plan, self.smallest)), *plans]
-        fitting = [plan for plan in known if plan.peak_bytes <= budget]
-        best = min(fitting, key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
+        best = min(filter(Limits(budget).keep, known), key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
         smallest = min(known, key=lambda p: (p.peak_bytes, p.cost_seconds))
         for plan in filter(None, (best, smallest)):
             plan.check()
         candidates, interrupted = self.candidates + len(plans), self.interrupted or interrupted
         return replace(self, plan=best, smallest=smallest, candidates=candidates, interrupted=interrupted)
+
+
+def result_of(plan: Plan, budget: int | None) -> PlanningResult:
+    """Returns the result of a search that has found ``plan`` alone, with the lower bounds of its graph."""
+    bound = lower_bound(plan.graph, Limits(budget))
+    found = PlanningResult(None, without_recomputation(plan.graph), plan, bound.peak_bytes, bound.seconds, 0, False)
+    return found.with_plans([plan], budget, False)

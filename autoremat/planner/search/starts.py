@@ -1,16 +1,24 @@
 """The schedules that the local search starts from: the minimum cuts of a graph at all prices per saved byte, in one segment.
 
 They are the vertices of the convex curve of saved bytes against recomputation. Each recomputed value runs again once, just in
-time, and lives until its last reader. A single-phase graph has those of its splits.
+time, and lives until its last reader.
+
+A split at an op turns a single-phase graph, in which any op may run again anywhere later, into a training step: the ops before
+it become the forward, the rest the backward. Op and value numbers stay. The joined halves of a plan of the split are therefore
+a plan of the whole graph, and the cuts of several splits are starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
+
+import numpy as np
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
-from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.work_limit import PREPARATION, SIMULATION, WorkLimit
@@ -19,13 +27,44 @@ from autoremat.planner.settings import SETTINGS
 settings = SETTINGS.search
 
 
+def split_at(graph: Graph, place: int) -> Graph:
+    """Returns the training step whose forward is the first ``place`` ops of ``graph``, all of which must run in the forward.
+
+    Raises ``ValueError`` unless both halves have ops.
+    """
+    if not 0 < place < len(graph.ops):
+        raise ValueError(f"place={place} leaves one half of {len(graph.ops)} ops empty")
+    return replace(
+        graph,
+        ops=(*graph.ops[:place], *(replace(op, forward=False) for op in graph.ops[place:])),
+        values=tuple(replace(value, forms=()) if value.forms else value for value in graph.values),  # stays need two halves
+        forward_outputs=(),
+        backward_outputs=tuple(dict.fromkeys((*graph.forward_outputs, *graph.backward_outputs))),
+        must_run=tuple(range(place)),
+        machine=replace(graph.machine, saving_seconds_per_byte=0.0),  # a single-phase graph saves nothing for a backward
+    )
+
+
+def without_recomputation(graph: Graph) -> Plan:
+    """Returns the plan that runs all ops once in the given sequence and keeps every value until its last reader."""
+    return Plan.of(graph, build_schedule(graph, graph.backward_needs), "save all")
+
+
+def full_places(graph: Graph, stretches: int) -> list[int]:
+    """Returns the op with the most live bytes without recomputation, for each of ``stretches`` equal stretches of the graph."""
+    bytes_at = without_recomputation(graph).timeline.bytes_at
+    parts = np.array_split(np.arange(1, len(graph.ops)), stretches)
+    return [int(part[bytes_at[part].argmax()]) for part in parts if len(part)]
+
+
 class Starts:
-    """The minimum cuts of a graph with two phases, within ``limit``, and the plans of other saved sets."""
+    """The minimum cuts of a graph or of its splits, within ``limit``, and the plans of other saved sets."""
 
     def __init__(self, graph: Graph, limit: WorkLimit | None = None) -> None:
         self.graph, self.limit = graph, limit or WorkLimit()
-        with self.limit.unit(PREPARATION * len(graph.ops)):
-            self.mincut = MinCut(graph, self.limit)
+        if not graph.single_phase:
+            with self.limit.unit(PREPARATION * len(graph.ops)):
+                self.mincut = MinCut(graph, self.limit)
         self.lacks_cuts = False
         """True if the limit passed before all cuts were found."""
 
@@ -43,7 +82,7 @@ class Starts:
 
     def save_what_constraints_allow(self) -> Plan:
         """Returns the plan that recomputes only what constraints demand."""
-        if not any(op.constraint is Constraint.RECOMPUTE for op in self.graph.ops):
+        if self.graph.single_phase or not any(op.constraint is Constraint.RECOMPUTE for op in self.graph.ops):
             return self.save_everything()
         return self.plan(self.mincut.solve(0.0), "save what constraints allow")
 
@@ -81,5 +120,18 @@ class Starts:
     @cached_property
     def plans(self) -> list[Plan]:
         """The plans of all cuts, and the one that saves all that constraints allow. The first cut costs the least of all."""
-        cuts = [self.plan(saved, f"cut {number}") for number, saved in enumerate(self.curve())]
-        return [self.save_what_constraints_allow(), *cuts]
+        first = self.save_what_constraints_allow()
+        if self.graph.single_phase:
+            return [first, *self._of_splits()]
+        return [first, *(self.plan(saved, f"cut {number}") for number, saved in enumerate(self.curve()))]
+
+    def _of_splits(self) -> Iterator[Plan]:
+        """Yields the starts of the splits of a single-phase graph, as its own plans."""
+        places = (*full_places(self.graph, 1), *full_places(self.graph, settings.splits - 1))
+        for place in dict.fromkeys(places):  # the fullest one first
+            if self.limit.has_passed(settings.starts_share):
+                self.lacks_cuts = True
+                break
+            starts = Starts(split_at(self.graph, place), self.limit)
+            yield from (Plan.of(self.graph, Schedule(plan.sequence, ()), plan.label) for plan in starts.plans)
+            self.lacks_cuts = self.lacks_cuts or starts.lacks_cuts

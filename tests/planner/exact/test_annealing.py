@@ -24,8 +24,8 @@ from autoremat.planner.mip import solve
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.search.single_phase import OnePhaseBounds, outcome, without_recomputation
+from autoremat.planner.search.planning_result import result_of
+from autoremat.planner.search.starts import without_recomputation
 
 HOT = 3.0
 
@@ -131,14 +131,10 @@ def over_budget(ops: int = 40) -> Graph:
     return Graph.from_dag(drawn.uniform(0, 10, ops).tolist(), drawn.integers(1, 50, ops).tolist(), edges)
 
 
-def nothing_found(graph: Graph, budget: int) -> PlanningResult:
-    return outcome([without_recomputation(graph)], budget, OnePhaseBounds(graph), 1, interrupted=False)
-
-
 def test_the_deadline_cuts_annealing_short_and_the_outcome_says_so():
     graph = over_budget()
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
-    found = improve(graph, budget, 10.0, 0, nothing_found(graph, budget), 0.0, time.monotonic())
+    found = improve(graph, budget, 10.0, 0, result_of(without_recomputation(graph), budget), 0.0, time.monotonic())
     assert found.interrupted
 
 

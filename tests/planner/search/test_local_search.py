@@ -156,7 +156,7 @@ def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
     planner.find(Limits(planner.smallest.peak_bytes))
     lowest = planner.lowest
     lowest.check()
-    assert planner.moments.peak_bytes() <= lowest.peak_bytes <= planner.smallest.peak_bytes
+    assert planner.bounds.within().peak_bytes <= lowest.peak_bytes <= planner.smallest.peak_bytes
     assert planner.smallest.peak_bytes <= min(start.peak_bytes for start in planner.plans)
     assert Planner(graph).lowest.schedule == lowest.schedule
     fitting = Planner(graph).find(Limits(lowest.peak_bytes)).plan
@@ -167,7 +167,7 @@ def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
 @pytest.mark.parametrize("length", [6, 24])
 def test_the_least_peak_of_a_chain_is_close_to_the_proven_bound(length):
     planner = Planner(training_chain(length, size=100))
-    assert planner.lowest.peak_bytes <= planner.moments.peak_bytes() + 100
+    assert planner.lowest.peak_bytes <= planner.bounds.within().peak_bytes + 100
 
 
 def test_a_single_phase_has_the_same_search():

@@ -13,8 +13,7 @@ from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.lower_bounds import Moments
-from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.lower_bounds import LowerBounds
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.settings import SETTINGS
@@ -25,13 +24,13 @@ SMALL_GRAPHS = graphs(max_ops=12)
 @settings(max_examples=60)
 @given(SMALL_GRAPHS)
 def test_no_saved_set_beats_the_bounds(graph):
-    moments = Moments(graph, MinCut(graph))
+    bounds = LowerBounds(graph)
     for wanted in subsets(graph.forward_values):
         plan = Plan.of(graph, build_schedule(graph, close_under_need(graph, set(wanted))))
-        assert moments.peak_bytes() <= plan.peak_bytes
+        bound = bounds.within(Limits(plan.peak_bytes))
+        assert bound.peak_bytes <= plan.peak_bytes
         if plan.peak_bytes:
-            assert moments.seconds(plan.peak_bytes) <= plan.cost_seconds * (1 + 1e-6) + 1e-9
-            assert moments.seconds(plan.peak_bytes, traffic=False) <= plan.added_seconds * (1 + 1e-6) + 1e-9
+            assert bound.seconds <= plan.cost_seconds * (1 + 1e-6) + 1e-9
 
 
 @settings(max_examples=60)
@@ -41,7 +40,7 @@ def test_no_plan_of_the_least_peak_beats_the_bounds(graph):
     planner = Planner(graph)
     for plan in (planner.lowest, planner.smallest):
         if plan.peak_bytes:
-            assert planner.moments.seconds(plan.peak_bytes) <= plan.cost_seconds * (1 + 1e-6) + 1e-9
+            assert planner.bounds.within(Limits(plan.peak_bytes)).seconds <= plan.cost_seconds * (1 + 1e-6) + 1e-9
 
 
 def test_a_recomputed_result_that_fusion_inlines_counts_behind_the_start():
@@ -56,8 +55,8 @@ def test_a_recomputed_result_that_fusion_inlines_counts_behind_the_start():
     gradient = build.op([made, narrow], 0, seconds=0.1, forward=False, kind=Kind.POINTWISE)
     graph = build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True)
     planner = Planner(graph)
-    assert planner.moments.seconds(1100) == 0.0
-    assert planner.moments.seconds(1050) == pytest.approx(0.5, rel=1e-3)
+    assert planner.bounds.within(Limits(1100)).seconds == 0.0
+    assert planner.bounds.within(Limits(1050)).seconds == pytest.approx(0.5, rel=1e-3)
     plan = planner.find(Limits(1050)).plan
     assert plan is not None
     assert plan.cost_seconds == pytest.approx(1.0)
@@ -66,9 +65,9 @@ def test_a_recomputed_result_that_fusion_inlines_counts_behind_the_start():
 @settings(max_examples=40)
 @given(graphs())
 def test_the_bound_falls_as_the_budget_grows(graph):
-    moments = Moments(graph, MinCut(graph))
+    found = LowerBounds(graph)
     peak = Planner(graph).baseline.peak_bytes
-    bounds = [moments.seconds(peak * tenths // 10) for tenths in range(1, 12)]
+    bounds = [found.within(Limits(peak * tenths // 10)).seconds for tenths in range(1, 12)]
     assert all(after <= before * (1 + 1e-6) + 1e-9 for before, after in pairwise(bounds))
 
 
