@@ -163,10 +163,10 @@ def trace(
     """Returns a visitor's results that are not None (at least one), and notes for the user.
 
     ``model_or_fn(*args, **kwargs)`` is traced and does not run. ``visit`` maps the target and the bytes that exist before the
-    step to the visitor, which receives each graph that may train. Models are found in the closures of a function and in the
-    globals that it names. Raises ``CaptureError`` if nothing can be planned.
+    step to the visitor, which receives each graph that may train. Models are found among the arguments, in the closures of a
+    function and in the globals that it names. Raises ``CaptureError`` if nothing can be planned.
     """
-    models = list(dict.fromkeys(models_in(model_or_fn)))
+    models = list(dict.fromkeys(model for thing in (model_or_fn, *args, *kwargs.values()) for model in models_in(thing)))
     own = [t for model in models for t in (*model.parameters(), *model.buffers())]
     given = tensors_in((args, dict(kwargs)))
     target = target_of(device, [*own, *given])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
+import types
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -81,6 +83,20 @@ def test_the_quick_start_runs_as_it_is_printed(elsewhere, capsys):
     assert 0 < int(printed.splitlines()[-1]) <= report.budget_bytes
     assert "(examples/quickstart.py)" in page.read_text()
     assert (ROOT / "examples" / "quickstart.py").is_file()
+
+
+def test_the_notebook_plans_for_its_card_and_trains(elsewhere, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    configure(compiler="aot_eager")
+    notebook = types.ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", notebook)
+    for cell in json.loads((ROOT / "examples" / "lora_for_a_t4.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"]).replace("LAYERS, LENGTH = 32, 4096", "LAYERS, LENGTH = 1, 256")
+            exec(compile(code, "lora_for_a_t4.ipynb", "exec"), vars(notebook))
+    assert "of T4 leave" in capsys.readouterr().out
+    assert notebook.losses[-1] < notebook.losses[0]
+    assert 0 < notebook.peak.bytes <= notebook.report.budget_bytes
 
 
 @pytest.mark.slow

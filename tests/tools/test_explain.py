@@ -161,6 +161,8 @@ def test_a_function_over_a_model_and_its_arguments():
         assert report.predicted_peak_bytes == direct.predicted_peak_bytes
         assert [v.module for v in report.values] == [v.module for v in direct.values]
     assert autoremat.explain(model, x=x, options=EAGER).predicted_peak_bytes == direct.predicted_peak_bytes
+    given = autoremat.explain(lambda model, x: model(x), model.to("meta"), x, options=EAGER, device="cpu")
+    assert given.predicted_peak_bytes == direct.predicted_peak_bytes
 
 
 def test_checkpoint_regions_and_random_numbers_are_reasons():
