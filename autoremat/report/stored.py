@@ -8,18 +8,11 @@ from functools import cached_property
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.links import PLANNED_SHARE
 from autoremat.planner.cost.stalls import stalls_of
-from autoremat.planner.graph.op import BITS, HOST, SHARDS, Engine
+from autoremat.planner.graph.op import BITS, HOST, SHARDS
 from autoremat.planner.plans.plan import Plan
 
 PLACES = {HOST: "on the host", BITS: "as bits", SHARDS: "as shards"}
 """Words for forms in texts."""
-
-ENGINES = {
-    Engine.COMPUTE: "the compute stream",
-    Engine.TO_HOST: "the copies to the host",
-    Engine.FROM_HOST: "the copies from the host",
-    Engine.NETWORK: "the network",
-}
 
 
 @dataclass(frozen=True)
@@ -77,20 +70,13 @@ class StoredTensors:
 
     @property
     def figures(self) -> list[tuple[str, str]]:
-        """The rows of a report, each with its name."""
-        rows, plan, stalls = [("other forms", "; ".join(total.text for total in self.totals))], self.plan, self.plan.stalls
-        waits = format_seconds(self.stall_seconds)
+        """The rows of a report beside its attributes, each with its name."""
+        rows, stalls = [("other forms", "; ".join(total.text for total in self.totals))], self.plan.stalls
         if self.moved_bytes:
-            bound = "" if plan.host_budget_bytes is None else f" of {format_bytes(plan.host_budget_bytes)} (host_memory)"
-            moved = f"{format_bytes(self.moved_bytes)} to the host and back in a call"
-            rows.append(("host peak", f"{format_bytes(plan.host_bytes)}{bound}; {moved}"))
-            waits += f" at {PLANNED_SHARE:.0%} of the link's rate, for which the plan is made, and "
-            waits += f"{format_seconds(self.stall_seconds_at_best)} at the whole rate"
-        engine, busy = max(stalls.busy_seconds.items(), key=lambda pair: pair[1])
-        busiest = f"busiest engine: {ENGINES[engine]}, {format_seconds(busy)}"
-        rows.append(("stalls", f"{waits if self.stall_seconds else 'none'}; {busiest}"))
+            at_best = f"{format_seconds(self.stall_seconds_at_best)} at the link's whole rate, not {PLANNED_SHARE:.0%} of it"
+            rows.append(("copies", f"{format_bytes(self.moved_bytes)} to the host and back in a call; stalls {at_best}"))
         if stalls.both_ways_seconds:
-            share = min(plan.graph.values[stay.value].form(stay.form).load.both_ways for stay in plan.schedule.stays)
+            share = min(self.plan.graph.values[stay.value].form(stay.form).load.both_ways for stay in self.plan.schedule.stays)
             at_once, slower = format_seconds(stalls.both_ways_seconds), f"{share:.0%} of their rates then"
             text = f"copies run in both at once for {at_once}; they have {slower}, which is not counted"
             rows.append(("both directions", text))

@@ -137,39 +137,27 @@ def previews(
     """
     refuse_step_profiles(options)
 
-    def visiting(target: Target, resident: int) -> CapturedVisitor[T | None]:
-        return preview_visitor(options, target, resident, look)
+    def visiting(target: Target, resident_bytes: int) -> CapturedVisitor[T | None]:
+        def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T | None]:
+            request = target.request(options, module, inputs, resident_bytes)
+            problem = Problem(
+                request,
+                module,
+                fake_tensors.own_inputs(inputs),
+                {**compilers.asked_config(options), **fake_tensors.RUNS_NOTHING},
+                target.cuda_name,
+                lowers=target.cuda_name is None,
+                may_repeat_collectives=True,
+            )
+            with target.tracing():
+                problem = replace(problem, reference=reference_by_code(problem))
+            found: list[T] = []
+            now("tracing forward and backward")
+            with tracing_to(lambda priced: found.append(look(priced)), problem) as partitioner, target.tracing():
+                on_card = target.as_on_card(module)
+                fake_tensors.trace_joint(on_card, problem.inputs, partitioner, request.fuses, problem.patches)
+            return found or [None]
+
+        return visit
 
     return trace(model_or_fn, args, kwargs, device, visiting)
-
-
-def preview_visitor(
-    options: Options, target: Target, resident_bytes: int, look: Callable[[PricedGraph], T]
-) -> CapturedVisitor[T | None]:
-    """Returns the visitor that traces and prices the joint graph of each graph for ``target`` and passes it to ``look``."""
-
-    def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T | None]:
-        request, config = target.request(options, module, inputs, resident_bytes), compilers.asked_config(options)
-        problem = Problem(
-            request,
-            module,
-            fake_tensors.own_inputs(inputs),
-            {**config, **fake_tensors.RUNS_NOTHING},
-            target.cuda_name,
-            lowers=target.cuda_name is None,
-            may_repeat_collectives=True,
-        )
-        with target.tracing():
-            problem = replace(problem, reference=reference_by_code(problem))
-        found: list[T] = []
-
-        def look_at(priced: PricedGraph) -> None:
-            found.append(look(priced))
-
-        now("tracing forward and backward")
-        with tracing_to(look_at, problem) as partitioner, target.tracing():
-            on_card = target.as_on_card(module)
-            fake_tensors.trace_joint(on_card, problem.inputs, partitioner, request.fuses, problem.patches)
-        return found or [None]
-
-    return visit

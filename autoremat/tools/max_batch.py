@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoremat.basics.checks import arguments_of, options_of
-from autoremat.basics.display import PlainTable, Shown
+from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import bytes_apart, format_bytes
@@ -106,25 +106,14 @@ class Fit(Shown):
         return f"{self.size} fits {format_bytes(self.report.budget_bytes or 0)}, {more}, {len(self.tried)} sizes tried"
 
     def tables(self) -> Sequence[PlainTable]:
-        table = PlainTable("", ("",), numbers=0, show_header=False)
-        table.add_row(str(self))
-        return [table]
-
-    def __str__(self) -> str:
-        budget = self.report.budget_bytes or 0
+        report, budget = self.report, self.report.budget_bytes or 0
         asked, least = bytes_apart(budget, budget if self.next_minimum_bytes is None else self.next_minimum_bytes)
-        lines = [
-            f"largest size that fits {asked}: {self.size}",
-            f"  its peak is {format_bytes(self.report.predicted_peak_bytes)}, with {self.report.overhead:.1%} of the forward "
-            "recomputed",
-        ]
-        if self.report.resident_bytes:
-            lines.append(f"  {format_bytes(self.report.resident_bytes)} of it are gradients of earlier micro-batches")
-        if self.next_minimum_bytes is not None:
-            lines.append(f"  no plan was found for {self.next_size}: the minimum peak found for it is {least}")
-        else:
-            lines.append("  larger ones were not allowed")
-        return "\n".join(lines)
+        none = "not allowed" if self.next_size is None else f"no plan: the minimum peak found for {self.next_size} is {least}"
+        again = f", with {report.overhead:.1%} of the forward recomputed"
+        rows = [(f"largest size that fits {asked}", str(self.size)), ("peak", f"{format_bytes(report.peak_bytes)}{again}")]
+        if report.resident_bytes:
+            rows.append(("gradients of earlier micro-batches", f"{format_bytes(report.resident_bytes)} of the peak"))
+        return [named_figures([*rows, ("larger sizes", none)])]
 
 
 def max_batch(
