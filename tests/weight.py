@@ -40,7 +40,7 @@ BUDGETS = {
     "workspaces": 622,
     "top": 443,
     "core": 34475,
-    "tests": 29616,
+    "tests": 29628,
     "benchmarks": 7728,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""
