@@ -22,7 +22,7 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.report.report import Report
-from autoremat.request.limits import Limits
+from autoremat.request.limits import RequestedLimits
 from autoremat.torch_private.autograd import saved_numbers
 from autoremat.torch_private.symbolic_sizes import UNKNOWN_SIZE, DynamicSize, data_dependent_sizes, dynamic_sizes
 from autoremat.torch_private.tensors import tensors_in
@@ -31,7 +31,7 @@ Sizes = Mapping[DynamicSize, int]
 """For each dynamic size, the largest value that a plan holds for."""
 
 
-def sizes_to_plan_for(inputs: Sequence[Any], limits: Limits) -> tuple[Sizes, ...]:
+def sizes_to_plan_for(inputs: Sequence[Any], limits: RequestedLimits) -> tuple[Sizes, ...]:
     """Returns the sizes to try in turn: those up to a power of two, then the present ones. They are empty without a choice.
 
     A share of the reference peak is one of the peak at the sizes at hand, so that its plan has no largest sizes.

@@ -29,7 +29,7 @@ from autoremat.planner.memory.wrapper_replay import INPUT_PREFIXES, ReplayContex
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
-from autoremat.request.limits import Limits
+from autoremat.request.limits import RequestedLimits
 from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs
 from autoremat.torch_private.layouts import LAYOUT_COPY
 from autoremat.torch_private.tensors import storage_bytes, storage_key
@@ -194,7 +194,7 @@ def reference_by_code(problem: Problem) -> Reference | None:
         return None
     if report is not None and report.reference_bytes is not None and report.reference_source == CODE:
         return Reference(report.reference_bytes, CODE, report.reference_saved_bytes or 0)
-    key = fingerprint(replace(problem, request=replace(request, limits=Limits())))
+    key = fingerprint(replace(problem, request=replace(request, limits=RequestedLimits())))
     if key not in _known:
         now("generating code without a plan, for the reference peak")
         while len(_known) >= MOST_KNOWN:

@@ -21,7 +21,7 @@ from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.limits import Share
 from autoremat.request.grants import granted_bytes
-from autoremat.request.limits import CommonBudget, Limits
+from autoremat.request.limits import CommonBudget, RequestedLimits
 from autoremat.request.request import AS_A_STEP, Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private.dynamo import in_few_words
@@ -86,11 +86,11 @@ def request_of_recording(options: Options) -> Request:
     """
     share = None if options.memory_budget is None else 1.0
     host = _host_bytes(options, share_of_host_memory)
-    return Request.of(options, Limits(reference_share=share, max_slowdown=options.allowed_slowdown, host_bytes=host))
+    return Request.of(options, RequestedLimits(reference_share=share, max_slowdown=options.allowed_slowdown, host_bytes=host))
 
 
-def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> Limits:
-    limits = Limits(max_slowdown=options.allowed_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
+def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> RequestedLimits:
+    limits = RequestedLimits(max_slowdown=options.allowed_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
     match budget:
         case DeviceBudget() as device:
             ledger = device.of_graph(around.given_bytes, calls.accumulates)
@@ -117,7 +117,7 @@ def _host_bytes(options: Options, own_share: Callable[[], int]) -> int | None:
     return own_share() if options.host_memory == "auto" else None if options.host_memory is None else int(options.host_memory)
 
 
-def _limits_on_device(limits: Limits, ledger: DeviceBudget, options: Options) -> Limits:
+def _limits_on_device(limits: RequestedLimits, ledger: DeviceBudget, options: Options) -> RequestedLimits:
     """Returns ``limits`` with the bytes that the ledger of a device leaves.
 
     Raises ``DeviceTooSmall`` if the ledger alone exceeds the device, or warns of it if the best effort is asked for.
@@ -170,7 +170,7 @@ def request_of_share(
 ) -> Request:
     """Returns the request of a graph with a share in a step's budget, of which its errors may name the ``common`` figures."""
     host, ledger = profile.step.host_bytes, profile.device_ledger
-    limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, common=common, advice=advice)
+    limits = RequestedLimits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, common=common, advice=advice)
     if not (profile.must_fit or options.on_infeasible):
         options = replace(options, on_infeasible="best_effort")
     return Request.of(options, limits, OpenCalls())

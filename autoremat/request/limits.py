@@ -1,4 +1,4 @@
-"""The limits that the plan of a graph must keep to, with what their origin adds to errors."""
+"""The limits that a user asks for, before a share is bytes, with what their origin adds to errors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class CommonBudget:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Everything that the plan of a graph must keep to.
+class RequestedLimits:
+    """Everything that the user asks of the plan of a graph. :class:`~autoremat.planner.plans.limits.Limits` follow from it.
 
     The peak is bounded in bytes, as a share of the reference peak, as a share of a step's budget, or not at all.
     """

@@ -10,7 +10,7 @@ from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.graph.op import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.request.limits import Limits
+from autoremat.request.limits import RequestedLimits
 
 HELD_ELSEWHERE = frozenset(
     ["memory_budget", "auto_headroom", "max_slowdown", "host_memory", "on_infeasible", "on_planning_error", "in_flight"]
@@ -28,7 +28,7 @@ class Request:
     """What is asked of one graph."""
 
     options: Options = field(default_factory=Options)
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestedLimits = field(default_factory=RequestedLimits)
     calls: OpenCalls = field(default_factory=OpenCalls)
     """The calls of the graph that are open at once."""
     on_infeasible: str = "raise"
@@ -39,7 +39,7 @@ class Request:
     returned_bytes: int = field(default=0, compare=False)
 
     @classmethod
-    def of(cls, options: Options, limits: Limits, calls: OpenCalls | None = None) -> Request:
+    def of(cls, options: Options, limits: RequestedLimits, calls: OpenCalls | None = None) -> Request:
         """Returns the request of ``options`` under ``limits``. Without ``calls``, the options tell the open calls."""
         return cls(
             options, limits, options.open_calls if calls is None else calls,

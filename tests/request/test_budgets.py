@@ -13,7 +13,7 @@ import autoremat
 from autoremat import BudgetWarning, Options, OptionWarning
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.request.budgets import request_of, requests_of
-from autoremat.request.limits import Limits
+from autoremat.request.limits import RequestedLimits
 from autoremat.request.request import AS_A_STEP
 from autoremat.request.surroundings import running_block
 
@@ -23,11 +23,11 @@ MODULE = fx.symbolic_trace(nn.Identity())
 @pytest.mark.parametrize(
     ("budget", "limits"),
     [
-        (None, Limits()),
-        (4096, Limits(4096)),
-        ("4KiB", Limits(4096)),
-        (0.7, Limits(reference_share=0.7)),
-        ("auto", Limits(2**41 - 512 * 2**20)),
+        (None, RequestedLimits()),
+        (4096, RequestedLimits(4096)),
+        ("4KiB", RequestedLimits(4096)),
+        (0.7, RequestedLimits(reference_share=0.7)),
+        ("auto", RequestedLimits(2**41 - 512 * 2**20)),
     ],
 )
 def test_each_kind_of_budget_has_its_limits(budget, limits):
@@ -59,7 +59,7 @@ def test_open_calls_have_no_effect_under_a_share_of_a_step_alone():
         (request,) = requests_of(Options(memory_budget=profile(), in_flight=3), around()).values()
     assert request.calls == OpenCalls()
     (unbounded,) = requests_of(Options(memory_budget=profile(None), in_flight=3), around()).values()
-    assert (unbounded.limits, unbounded.calls.number) == (Limits(), 3)
+    assert (unbounded.limits, unbounded.calls.number) == (RequestedLimits(), 3)
 
 
 def test_blocks_with_one_share_have_one_request():

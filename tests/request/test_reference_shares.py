@@ -21,7 +21,7 @@ from autoremat.compiler.peers import Members
 from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.report.report import Report
-from autoremat.request.limits import Limits
+from autoremat.request.limits import RequestedLimits
 from autoremat.request.request import Request
 
 EAGER = {"compiler": "aot_eager"}
@@ -168,9 +168,9 @@ class Ranks:
 
 @pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0)])
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
-    request = Request(Options(cost_model="roofline"), Limits(reference_share=0.5, granted_bytes=ours))
+    request = Request(Options(cost_model="roofline"), RequestedLimits(reference_share=0.5, granted_bytes=ours))
     found = Members(Ranks(theirs)).agree(Problem(request), torch.device("cpu"))
-    assert found.request.limits == Limits(reference_share=0.5, granted_bytes=agreed)
+    assert found.request.limits == RequestedLimits(reference_share=0.5, granted_bytes=agreed)
 
 
 class Broken(nn.Module):

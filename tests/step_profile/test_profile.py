@@ -18,7 +18,7 @@ from autoremat.compiler.agreed_profile import Gathers, agreed_profile
 from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import Step, StepGraph
 from autoremat.planner.plans.limits import PlanPoint, Share
-from autoremat.request.limits import Limits
+from autoremat.request.limits import RequestedLimits
 from autoremat.request.request import Request
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
@@ -218,7 +218,7 @@ def test_an_optimizer_in_the_backward_does_not_step_in_a_profile_and_its_gradien
 @pytest.mark.parametrize("saved", [1, 1 << 20])
 def test_the_error_of_a_share_names_more_bytes_than_its_budget(saved, monkeypatch):
     torch.compiler.reset()
-    limits = Limits(1 << 22, step_share=Share(saved, 1 << 22, 1 << 22 if saved == 1 else 1))
+    limits = RequestedLimits(1 << 22, step_share=Share(saved, 1 << 22, 1 << 22 if saved == 1 else 1))
     monkeypatch.setattr(dynamo_backend, "requests_of", lambda options, around: {None: Request.of(options, limits)})
     layer = torch.compile(Block(0.0), backend="autoremat", options=EAGER)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:

@@ -23,7 +23,7 @@ from autoremat.planner.plans.limits import PlanPoint, Share, output_bytes, point
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.budgets import requests_of
-from autoremat.request.limits import Limits
+from autoremat.request.limits import RequestedLimits
 from autoremat.request.surroundings import Surroundings
 
 POINTS = st.builds(PlanPoint, st.integers(0, 9).map(float), *[st.integers(0, 60)] * 3)
@@ -167,7 +167,7 @@ def test_a_survey_reads_well_and_is_a_budget():
     with pytest.warns(BudgetWarning, match="did not have"):
         assert requests_of(options, around)[None].limits.peak_bytes == 2**15
     vars(around)["key"] = "key"
-    assert requests_of(options, around)[None].limits == Limits(
+    assert requests_of(options, around)[None].limits == RequestedLimits(
         profile.shares[0].backward_peak_bytes, step_share=profile.shares[0]
     )
     assert requests_of(options, around)[None].cache_key() != key_of(Options(memory_budget=2**15))
