@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Engine, Form, Inlining, Kind, Op, Role, Trait, Transfer, Value
-from autoremat.planner.graph.schedule import Schedule, Stay
+from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for
 
@@ -216,6 +216,23 @@ def saved_sets(draw: st.DrawFn, graph: Graph) -> frozenset[int]:
     wanted = set(draw(st.sets(st.sampled_from(graph.forward_values)))) if graph.forward_values else set()
     recomputed = {v for op in graph.ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable for v in op.outputs}
     return close_under_need(graph, wanted - recomputed)
+
+
+@st.composite
+def schedules_of(draw: st.DrawFn, graph: Graph) -> Schedule:
+    """Schedules without stays: some values saved, the others made again, up to three ops once more for nothing."""
+    schedule = build_schedule(graph, draw(saved_sets(graph)))
+    backward, recomputed = (
+        list(schedule.backward),
+        {i for i, op in enumerate(graph.ops) if op.constraint is Constraint.RECOMPUTE},
+    )
+    for _ in range(draw(st.integers(0, 3))):
+        place = draw(st.integers(0, len(backward)))
+        ran = {op for op in (*schedule.forward, *backward[:place]) if op < graph.num_forward and not runs_once(graph.ops[op])}
+        again = [op for op in sorted(ran) if recomputed.isdisjoint(graph.producers(graph.ops[op].inputs))]
+        if again:
+            backward.insert(place, draw(st.sampled_from(again)))
+    return Schedule(schedule.forward, tuple(backward))
 
 
 def runs_once(op: Op) -> bool:

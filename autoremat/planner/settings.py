@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SegmentationSettings:
-    """Cuts of the forward into segments (:mod:`autoremat.planner.graph.segments`)."""
+    """Cuts of the forward into segments (:mod:`autoremat.planner.constraints.model_structure`)."""
 
     long_range_share: float = 0.35
     """Lifetime, as a share of the forward's ops, above which a value is long-range. In a residual network of two blocks, the

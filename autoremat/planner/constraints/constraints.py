@@ -15,8 +15,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import collected_constraints
 from autoremat.basics.warn import warn_of_constraint as warn
@@ -24,7 +22,7 @@ from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Policy, Region, matches_op, nearest
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import DEVICE, NOT_REMATERIALIZABLE, Constraint, Op, Trait, Value
-from autoremat.planner.graph.schedule import Segments, build_schedule
+from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
 
@@ -160,31 +158,13 @@ class _Application:
     def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Plan:
         saved = frozenset(v for i, op in enumerate(self.forward.ops) if i not in recomputed for v in op.outputs)
         label = f"policy {self.constraints.policy}, {len(self.regions)} regions"
-        segments = self._segments()
-        plan = Plan.of(graph, build_schedule(graph, saved, segments), label)
+        plan = Plan.of(graph, build_schedule(graph, saved), label)
         if self.by_policy and self.by_policy.isdisjoint(plan.recomputed):
             warn(
                 f"policy={self.constraints.policy} recomputes nothing: the backward reads no result of its regions, only "
                 "results that other ops compute from them"
             )
         return plan
-
-    def _segments(self) -> Segments:
-        """Returns one segment per region, each with the ops that follow it. Regions that share recomputed values form one.
-
-        Recomputed values thus stay live until the backward leaves the region.
-        """
-        starts = sorted({region.ops[0] for region in self.regions if region.ops})
-        long_range = self.forward.chain.long_range
-        spans = [
-            (index, max((r for r in self.graph.readers[v] if r < self.graph.num_forward), default=index))
-            for index in self.by_policy
-            for v in self.forward.ops[index].outputs
-            if v not in long_range
-        ]
-        cuts = [start for start in starts if not any(made < start <= read for made, read in spans)]
-        of_op = np.searchsorted(cuts, np.arange(self.graph.num_forward), side="right")
-        return Segments(tuple(of_op.tolist()), long_range)
 
 
 def _inside(graph: Graph, region: Region) -> set[int]:

@@ -21,14 +21,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Op, Scope
-from autoremat.planner.graph.schedule import Segments
 from autoremat.planner.settings import SETTINGS
 
 Ops = tuple[int, ...]
@@ -48,11 +47,6 @@ class Forward:
     def ops(self) -> tuple[Op, ...]:
         """The forward ops."""
         return self.graph.ops[: self.graph.num_forward]
-
-    @cached_property
-    def chain(self) -> Chain:
-        """The narrow places of the forward."""
-        return Chain.of(self.graph)
 
     @cached_property
     def scopes(self) -> tuple[tuple[Scope, ...], ...]:
@@ -109,11 +103,30 @@ class Forward:
 
     def segments(self, count: int) -> tuple[Ops, ...]:
         """Returns about ``count`` segments with about equally many bytes of results, cut at narrow places."""
-        segments = self.chain.segments(count)
-        found: list[list[int]] = [[] for _ in range(segments.count)]
-        for index, number in enumerate(segments.of_op):
-            found[number].append(index)
-        return tuple(map(tuple, found))
+        filled = np.cumsum([sum(self.graph.values[v].bytes for v in op.outputs) for op in self.ops], dtype=np.int64)
+        total, chosen = int(filled[-1]) if len(filled) else 0, list[int]()
+        for part in range(1, count):
+            low, high = np.searchsorted(filled, [total * (part - 0.5) / count, total * (part + 0.5) / count])
+            low, high = max(low, chosen[-1] + 1 if chosen else 0), min(high, len(filled) - 1)
+            if low < high:
+                narrowest = np.flatnonzero(self.width[low:high] == self.width[low:high].min()) + low
+                distance = np.abs(filled[narrowest] - total * part / count)
+                chosen.append(int(narrowest[distance.argmin()]))
+        ends = pairwise((0, *(place + 1 for place in chosen), len(self.ops)))
+        return tuple(tuple(range(begin, end)) for begin, end in ends if begin < end)
+
+    @cached_property
+    def width(self) -> NDArray[np.int64]:
+        """For each forward op, the bytes that cross from it to later ones, without those of long-range values."""
+        count, long_range = len(self.ops), SETTINGS.segmentation
+        change = np.zeros(count + 1, dtype=np.int64)
+        for index, op in enumerate(self.ops):
+            for value in op.outputs:
+                last = max((r for r in self.graph.readers[value] if r < count), default=index)
+                if last - index <= max(long_range.long_range_ops, long_range.long_range_share * count):
+                    change[index] += self.graph.values[value].bytes
+                    change[last] -= self.graph.values[value].bytes
+        return np.cumsum(change)[:count]
 
     @cached_property
     def attention_cores(self) -> tuple[Ops, ...]:
@@ -139,7 +152,7 @@ class Forward:
         if not period:
             return ()
         count = length // period
-        width = self.chain.width
+        width = self.width
         # The sequence can begin at any of its ops. It begins where the fewest bytes cross from one repetition to the next.
         places = [start + shift + period * np.arange(count) for shift in range(length - count * period + 1)]
         first = min(places, key=lambda place: int(width[np.maximum(place - 1, 0)].sum()))[0]
@@ -197,57 +210,3 @@ def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
 
 def _is_product(op: Op) -> bool:
     return op.target.startswith(("aten.bmm", "aten.baddbmm", "aten.matmul"))
-
-
-settings = SETTINGS.segmentation
-
-
-@dataclass(frozen=True)
-class Chain:
-    """The facts about a forward that segmentation needs.
-
-    ``width[p]`` is the bytes that cross from forward op ``p`` to later ones. ``filled[p]`` is the bytes that the forward has
-    allocated up to and including op ``p``.
-    """
-
-    long_range: frozenset[int]
-    width: NDArray[np.int64]
-    filled: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, graph: Graph) -> Chain:
-        """Returns the analysis of the forward of ``graph``."""
-        count = graph.num_forward
-        change = np.zeros(count + 1, dtype=np.int64)
-        made = np.zeros(count, dtype=np.int64)
-        long_range = set()
-        for value in graph.forward_values:
-            start = graph.values[value].producer
-            assert start is not None
-            last = max((r for r in graph.readers[value] if r < count), default=start)
-            made[start] += graph.values[value].bytes
-            if last - start > max(settings.long_range_ops, settings.long_range_share * count):
-                long_range.add(value)
-                continue
-            change[start] += graph.values[value].bytes
-            change[last] -= graph.values[value].bytes
-        return cls(frozenset(long_range), np.cumsum(change)[:count], np.cumsum(made))
-
-    def places(self, count: int) -> list[int]:
-        """Returns at most ``count - 1`` narrow places in ascending order. They divide the forward's bytes about equally."""
-        total = int(self.filled[-1]) if len(self.filled) else 0
-        chosen: list[int] = []
-        for part in range(1, count):
-            low, high = np.searchsorted(self.filled, [total * (part - 0.5) / count, total * (part + 0.5) / count])
-            low = max(low, chosen[-1] + 1 if chosen else 0)
-            high = min(high, len(self.filled) - 1)
-            if low < high:
-                narrowest = np.flatnonzero(self.width[low:high] == self.width[low:high].min()) + low
-                distance = np.abs(self.filled[narrowest] - total * part / count)
-                chosen.append(int(narrowest[distance.argmin()]))
-        return chosen
-
-    def segments(self, count: int) -> Segments:
-        """Returns about ``count`` segments."""
-        of_op = np.searchsorted(self.places(count), np.arange(len(self.filled)), side="left")
-        return Segments(tuple(of_op.tolist()), self.long_range)

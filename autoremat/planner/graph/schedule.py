@@ -8,7 +8,7 @@ it is *saved*. In a single-phase graph the backward is empty, and the forward re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
@@ -98,123 +98,27 @@ class Schedule:
         return tuple(saved)
 
 
-@dataclass(frozen=True)
-class Segments:
-    """The forward, cut into consecutive segments.
-
-    ``of_op[i]`` is the segment of forward op ``i``. A recomputed value is dropped when the backward leaves the segment that
-    needed it.
-    """
-
-    of_op: tuple[int, ...]
-    long_range: frozenset[int] = frozenset()
-    """Values that are read far from their producer (masks, rotary tables, skips). Their readers do not tell which segment the
-    backward is in."""
-
-    @property
-    def count(self) -> int:
-        """Number of segments."""
-        return max(self.of_op, default=-1) + 1
-
-
-class _Backward:
-    """Builds the backward half. Walks the backward ops in sequence and recomputes each missing value just before its reader."""
-
-    def __init__(self, graph: Graph, saved: Collection[int], segments: Segments) -> None:
-        self.graph, self.segments = graph, segments
-        self.saved = frozenset(saved)
-        self.available = set(self.saved)
-        self.local: list[int] = []
-        """Recomputed values that are dropped when the backward leaves the current segment."""
-        self.current = segments.count - 1
-        self.executions: list[int] = []
-        self.segment_of_op = graph.derived(_BackwardSegments).of(segments)
-
-    def read_here(self, value: int) -> bool:
-        """Returns True if a backward op of the current segment reads ``value``."""
-        first = self.graph.num_forward
-        return any(r >= first and self.segment_of_op[r - first] == self.current for r in self.graph.readers[value])
-
-    def missing(self, values: Sequence[int]) -> list[int]:
-        """Returns those of the forward values ``values`` that are not available."""
-        available = self.available
-        return [value for value in values if value not in available]
-
-    def enter(self, segment: int) -> None:
-        """Enters ``segment``. Drops the values that were recomputed for another segment."""
-        if segment != self.current:
-            self.available.difference_update(self.local)
-            self.local.clear()
-            self.current = segment
-
-    def recompute(self, values: list[int]) -> None:
-        """Executes all ops that ``values`` still need, in forward sequence."""
-        graph, of_op = self.graph, self.segments.of_op
-        for index in sorted(graph.ancestors(graph.producers(values), self.available)):
-            self.executions.append(index)
-            for value in graph.ops[index].outputs:
-                if value not in self.saved and (of_op[index] == self.current or self.read_here(value)):
-                    self.available.add(value)
-                    self.local.append(value)
-
-    def build(self) -> tuple[int, ...]:
-        """Returns the executions of the backward half."""
-        graph, available, first = self.graph, self.available, self.graph.num_forward
-        for index, (segment, reads) in enumerate(zip(self.segment_of_op, graph.forward_reads[first:], strict=True), first):
-            self.enter(segment)
-            if not available.issuperset(reads):
-                self.recompute(self.missing(reads))
-            self.executions.append(index)
-        made = set(graph.forward_values)
-        missing = self.missing([value for value in graph.backward_outputs if value in made])
-        if missing:
-            self.recompute(missing)
-        return tuple(self.executions)
-
-
-class _BackwardSegments:
-    """The segments of the backward ops of a graph, for each division of its forward. Many saved sets share one division."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.known: dict[Segments, list[int]] = {}
-
-    def of(self, segments: Segments) -> list[int]:
-        """Returns, for each backward op, the segment whose gradients it computes."""
-        if segments not in self.known:
-            self.known[segments] = _backward_segments(self.graph, segments)
-        return self.known[segments]
-
-
-def _backward_segments(graph: Graph, segments: Segments) -> list[int]:
-    """Returns, for each backward op, the segment whose gradients it computes.
-
-    That is the latest segment from which it or a later op reads, so the backward leaves each segment only once.
-    """
-    latest = [0] * len(graph.values)
-    for index, op in enumerate(graph.ops[: graph.num_forward]):
-        for value in op.outputs:
-            latest[value] = 0 if value in segments.long_range else segments.of_op[index]
-    found = []
-    current = 0
-    for reads in reversed(graph.forward_reads[graph.num_forward :]):
-        for value in reads:
-            if latest[value] > current:
-                current = latest[value]
-        found.append(current)
-    return found[::-1]
-
-
-def build_schedule(graph: Graph, saved: Collection[int], segments: Segments | None = None) -> Schedule:
+def build_schedule(graph: Graph, saved: Collection[int]) -> Schedule:
     """Returns the schedule that saves ``saved`` and recomputes every other value that the backward reads, just in time.
 
-    Without ``segments``, each value is recomputed at most once and stays live until its last reader.
+    Each value is recomputed at most once and stays live until its last reader.
     """
-    backward = _Backward(graph, saved, segments or Segments((0,) * graph.num_forward)).build()
-    draft = Schedule((), backward)
-    crossing = draft.saved(graph)
+    available, backward = set(saved), list[int]()
+
+    def recompute(values: Iterable[int]) -> None:
+        for index in sorted(graph.ancestors(graph.producers([v for v in values if v not in available]), available)):
+            backward.append(index)
+            available.update(graph.ops[index].outputs)
+
+    for index, reads in enumerate(graph.forward_reads[graph.num_forward :], graph.num_forward):
+        if not available.issuperset(reads):
+            recompute(reads)
+        backward.append(index)
+    made = set(graph.forward_values)
+    recompute(value for value in graph.backward_outputs if value in made)
+    crossing = Schedule((), tuple(backward)).saved(graph)
     forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
-    return Schedule(tuple(sorted(forward)), backward)
+    return Schedule(tuple(sorted(forward)), tuple(backward))
 
 
 def recent(compute: Callable[[Schedule], T]) -> Callable[[Schedule], T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import networkx
@@ -13,10 +12,10 @@ from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, dags, graphs, saved_sets
 
 from autoremat.planner.api import plan
-from autoremat.planner.constraints.model_structure import Chain
+from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Kind, Op, Role, Trait, Value
-from autoremat.planner.graph.schedule import Segments, build_schedule
+from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
 
 
@@ -190,15 +189,6 @@ def test_recomputation_stands_just_before_its_need_and_happens_once():
     assert schedule.saved(graph) == (second,)
 
 
-def test_segments_drop_what_another_segment_made():
-    graph = chain(6, forward_outputs=(6,))
-    cut = graph.ops[2].outputs[0]
-    segments = Segments((0, 0, 0, 1, 1, 1))
-    schedule = build_schedule(graph, {cut}, segments)
-    assert schedule.backward == (3, 4, 5, 6, 7, 8, 0, 1, 9, 10, 11)
-    assert Plan.of(graph, schedule).peak_bytes < Plan.of(graph, build_schedule(graph, {cut})).peak_bytes + 1
-
-
 def test_the_values_of_one_op_are_recomputed_together():
     build = GraphBuilder()
     x = build.source(1)
@@ -217,7 +207,7 @@ def test_the_values_of_one_op_are_recomputed_together():
 def test_schedules_are_valid_and_save_no_more_than_asked(data):
     graph = data.draw(graphs())
     saved = data.draw(saved_sets(graph))
-    schedule = build_schedule(graph, saved, Chain.of(graph).segments(data.draw(st.integers(1, 6))))
+    schedule = build_schedule(graph, saved)
     Plan.of(graph, schedule).check()
     assert set(schedule.saved(graph)) <= saved
     assert list(schedule.forward) == sorted(set(schedule.forward))
@@ -236,7 +226,7 @@ def test_in_one_segment_nothing_is_recomputed_twice(data):
 def test_nothing_is_recomputed_for_nothing(data):
     """Every execution of a forward op in the backward makes something that is read before it is computed again."""
     graph = data.draw(graphs())
-    schedule = build_schedule(graph, data.draw(saved_sets(graph)), Chain.of(graph).segments(data.draw(st.integers(1, 6))))
+    schedule = build_schedule(graph, data.draw(saved_sets(graph)))
     for at, index in enumerate(schedule.backward):
         if index >= graph.num_forward:
             continue
@@ -246,17 +236,11 @@ def test_nothing_is_recomputed_for_nothing(data):
         assert made & read, f"execution {at} of {graph.ops[index].name} has no reader"
 
 
-def ends(segments: Segments) -> list[int]:
-    """The last op of each segment but the last one."""
-    return [index for index, (one, other) in enumerate(itertools.pairwise(segments.of_op)) if one != other]
-
-
 @given(graphs(), st.integers(1, 8))
 def test_segments_are_consecutive_and_cover_the_forward(graph, count):
-    segments = Chain.of(graph).segments(count)
-    assert len(segments.of_op) == graph.num_forward
-    assert all(0 <= other - one <= 1 for one, other in itertools.pairwise(segments.of_op))
-    assert segments.count <= count
+    segments = Forward(graph).segments(count)
+    assert [op for segment in segments for op in segment] == list(range(graph.num_forward))
+    assert len(segments) <= count
 
 
 def test_cuts_fall_on_narrow_places():
@@ -267,9 +251,9 @@ def test_cuts_fall_on_narrow_places():
         narrow.append(len(build.ops) - 1)
     build.op([stream], 1, forward=False)
     for count in (2, 4, 8):
-        found = ends(Chain.of(build.graph()).segments(count))
-        assert len(found) == count - 1
-        assert set(found) <= set(narrow)
+        found = Forward(build.graph()).segments(count)
+        assert len(found) == count
+        assert {segment[-1] for segment in found[:-1]} <= set(narrow)
 
 
 @pytest.mark.parametrize("length", [16, 36, 64])
@@ -277,8 +261,8 @@ def test_segments_give_the_square_root_strategy(length):
     """Chen et al. (2016): a chain of n layers in memory O(sqrt n) at one extra forward."""
     graph = chain(length, forward_outputs=(length,))
     root = round(length**0.5)
-    segments = Chain.of(graph).segments(root)
-    schedule = build_schedule(graph, {graph.ops[end].outputs[0] for end in ends(segments)}, segments)
+    segments = Forward(graph).segments(root)
+    schedule = build_schedule(graph, {graph.ops[segment[-1]].outputs[0] for segment in segments[:-1]})
     plan = Plan.of(graph, schedule)
     assert plan.peak_bytes <= 2 * root + 3
     assert len(plan.recomputed) <= length

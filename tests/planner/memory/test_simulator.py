@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
-from strategies import GraphBuilder, chain, graphs, saved_sets
+from strategies import GraphBuilder, chain, graphs, saved_sets, schedules_of
 
 from autoremat.basics.errors import PlanInvalid
-from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining, Kind, Role
 from autoremat.planner.graph.schedule import Schedule, build_schedule
@@ -129,8 +128,7 @@ def test_reading_what_was_never_made_is_refused():
 @given(st.data())
 def test_simulation_equals_an_independent_replay(data):
     graph = data.draw(graphs())
-    segments = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
-    schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments)
+    schedule = data.draw(schedules_of(graph))
     timeline = simulate(graph, schedule)
     replayed = replay_bytes(graph, schedule)
     assert timeline.bytes_at.tolist() == replayed

@@ -12,16 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import bytes_between_halves, is_valid, replay_bytes
-from strategies import FORMS, GraphBuilder, chain, changed, forms_of, graphs, saved_sets, stays_of, with_forms
+from strategies import FORMS, GraphBuilder, chain, changed, forms_of, graphs, schedules_of, stays_of, with_forms
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError, PlanFileError, PlanInvalid
-from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
-from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
+from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.planner.memory.simulator import simulate
 from autoremat.planner.plans.limits import Limits, point_of
@@ -84,8 +83,7 @@ def schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
     """Random graphs, fused or not, with up to three calls in flight, and schedules with stays."""
     graph = with_forms(draw(graphs()))
     graph = changed(graph, in_flight=draw(st.integers(1, 3)), resident_bytes=draw(st.sampled_from([0, 7])))
-    segments = Chain.of(graph).segments(draw(st.integers(1, 4)))
-    schedule = build_schedule(graph, draw(saved_sets(graph)), segments)
+    schedule = draw(schedules_of(graph))
     return graph, replace(schedule, stays=draw(stays_of(graph, schedule)))
 
 

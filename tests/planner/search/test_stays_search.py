@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import subsets
-from strategies import GraphBuilder, changed, close_under_need, graphs, on_host, saved_sets, stays_of, with_forms
+from strategies import GraphBuilder, changed, close_under_need, graphs, on_host, schedules_of, stays_of, with_forms
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
 from autoremat.planner.api import plan as plan_of
-from autoremat.planner.constraints.model_structure import Chain
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
@@ -55,8 +54,7 @@ def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
 def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
     rate = data.draw(st.sampled_from([0.0, 1e2, 1e4, 1e6]))
     graph = changed(on_host(graph, rate) if rate else with_forms(graph), in_flight=in_flight)
-    segments = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
-    schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments)
+    schedule = data.draw(schedules_of(graph))
     stays = data.draw(stays_of(graph, schedule))
     stays = tuple(dataclasses.replace(stay, form="host") for stay in stays) if rate else stays
     plan = Plan.of(graph, dataclasses.replace(schedule, stays=stays))
