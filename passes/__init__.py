@@ -27,8 +27,8 @@ from autoremat.capture import communication
 from autoremat.capture.capture import Capture
 from autoremat.ops.op_traits import traits_of
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
-from autoremat.passes.inductor_workarounds.dropped_reads import forward_region_operands as forward_region_operands
-from autoremat.passes.inductor_workarounds.dropped_reads import ignore_running_averages
+from autoremat.passes.inductor_workarounds.accumulate_gradients import forward_region_operands as forward_region_operands
+from autoremat.passes.inductor_workarounds.accumulate_gradients import ignore_running_averages
 from autoremat.passes.inductor_workarounds.keep_compared import keep_compared as keep_compared
 from autoremat.passes.inductor_workarounds.layouts import materialize_shared as materialize_shared
 from autoremat.passes.inductor_workarounds.layouts import preserve_strides as preserve_strides

@@ -15,8 +15,9 @@ from folders import TESTS
 from hypothesis import is_hypothesis_test, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from autoremat.basics import environment
 from autoremat.basics.environment import VERIFY_PASSES
-from autoremat.options.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE, configure
+from autoremat.options.options import configure
 from autoremat.report import registry
 
 SEED = 0
@@ -103,8 +104,8 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOREMAT_CACHE_DIR", str(folder / "autoremat"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-        patch.setenv(COST_MODEL_VARIABLE, "roofline")
-        patch.setenv(PROGRESS_VARIABLE, "0")  # its own tests switch it on
+        patch.setenv(environment.COST_MODEL, "roofline")
+        patch.setenv(environment.PROGRESS, "0")  # its own tests switch it on
         patch.setenv(VERIFY_PASSES, "1")
         yield
 
@@ -126,7 +127,7 @@ def seed() -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No budget or policy from outside: neither from the environment nor from an earlier test."""
-    for variable in (ENVIRONMENT_VARIABLE, POLICY_VARIABLE):
+    for variable in (environment.BUDGET, environment.POLICY):
         monkeypatch.delenv(variable, raising=False)
     configure()
     if len(registry._reports) > registry.KEPT // 2:

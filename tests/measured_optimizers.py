@@ -114,8 +114,8 @@ def measured_updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> tupl
         optimizer.step()
         tracker.mark()
         optimizer.step()
-    (end,), timeline = tracker.marks, tracker.timeline
-    return max(level for time, level in timeline if time <= end), max(level for time, level in timeline if time >= end)
+    first, later = tracker.readings
+    return first.peak_bytes, later.peak_bytes
 
 
 class Sorting(torch.optim.SGD):

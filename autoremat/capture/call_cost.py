@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.capture.work import FUSED_SHARE
-from autoremat.measure.signatures import arguments
+from autoremat.capture.pricing import FUSED_SHARE
 from autoremat.ops import collectives, declarations, op_traits
 from autoremat.planner.graph.op import Kind, Trait
 from autoremat.torch_private import higher_order, symbolic_sizes
@@ -26,7 +25,7 @@ from autoremat.workspaces.formulas import (
     layouts_under_inductor,
     workspace_bytes,
 )
-from autoremat.workspaces.measurement import LARGEST, measured
+from autoremat.workspaces.measurement import LARGEST, arguments, measured
 
 
 @dataclass(frozen=True, slots=True)

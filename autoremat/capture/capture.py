@@ -32,7 +32,7 @@ from autoremat.planner.cost.rates import Pricing
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
 from autoremat.torch_private import joint_graphs
-from autoremat.torch_private.tensors import tensor_bytes
+from autoremat.torch_private.tensors import device_of, tensor_bytes
 from autoremat.workspaces.measurement import one_graph
 
 
@@ -64,9 +64,14 @@ def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
     """Returns the device of a graph that Dynamo captured: the first accelerator that holds one of its tensors, else the CPU."""
-    results = (node.meta.get("example_value") for node in gm.graph.nodes)
-    devices = (t.device for t in (*inputs, *gm.parameters(), *results) if isinstance(t, torch.Tensor))
-    return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
+    results = [node.meta.get("example_value") for node in gm.graph.nodes]
+    return device_of(t for t in (*inputs, *gm.parameters(), *results) if isinstance(t, torch.Tensor))
+
+
+def device_of_joint(joint: fx.GraphModule) -> torch.device:
+    """Returns the device of a step: the first accelerator that holds a value of its joint graph, else the CPU."""
+    values = (node.meta.get("val") for node in joint.graph.nodes)
+    return device_of(value for value in values if isinstance(value, torch.Tensor))
 
 
 def device_rates(device: torch.device, cuda_name: str | None) -> Device:
@@ -219,7 +224,7 @@ PRICES = Prices()
 
 def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
     """Returns the type of the planned device: CUDA if a card is named, else the type of the device of the trace."""
-    return joint_graphs.device_of(joint).type if cuda_name is None else "cuda"
+    return device_of_joint(joint).type if cuda_name is None else "cuda"
 
 
 def capture(
@@ -235,7 +240,7 @@ def capture(
     With ``cuda_name``, the traced device represents the CUDA device of that name. With ``may_repeat_collectives``, all ranks
     follow the plan, so an all-gather may run again. Raises ``CaptureError``, with the node's name, if a node is not understood.
     """
-    device = joint_graphs.device_of(joint)
+    device = device_of_joint(joint)
     builder = Builder(joint, num_fwd_outputs, device.type, fuses, may_repeat_collectives=may_repeat_collectives)
     for node in joint.graph.nodes:
         with _naming(node):

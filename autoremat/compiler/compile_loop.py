@@ -18,7 +18,6 @@ from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler import records
 from autoremat.compiler.attempts import Accept, Again, Infeasible, Rules, Trial, Verdict, next_step, unused_reason
 from autoremat.compiler.infeasibility import no_code_fits
 from autoremat.compiler.joint_graph import Partitioner
@@ -26,8 +25,7 @@ from autoremat.compiler.lowering import Compiled, Halves, Partitioning, code_pea
 from autoremat.compiler.peers import Peers
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import plan_graph
-from autoremat.compiler.problem import Problem, Record
-from autoremat.compiler.records import fingerprint, source_hash
+from autoremat.compiler.problem import Problem, Record, fingerprint, load_record, source_hash
 from autoremat.compiler.reference import reference_by_code
 from autoremat.compiler.replay_context import code_unsplit_bytes
 from autoremat.planner.memory.allocations import beside_sizes
@@ -90,7 +88,7 @@ def _begun(problem: Problem, peers: Peers) -> Problem:
     problem = replace(problem, may_repeat_collectives=may_repeat, sharded_inputs=sharded_inputs(module))
     if problem.request.fuses:
         key = fingerprint(problem)
-        problem = replace(problem, key=key, record=records.load(key))
+        problem = replace(problem, key=key, record=load_record(key))
     problem = peers.agree(problem, device_of_inputs(module, problem.inputs))
     return replace(problem, reference=reference_by_code(problem))
 

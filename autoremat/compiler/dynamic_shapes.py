@@ -16,14 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import Node
 
-from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
-from autoremat.basics.warn import warn_user
 from autoremat.report.report import Report
-from autoremat.request.limits import RequestedLimits
-from autoremat.torch_private.autograd import saved_numbers
+from autoremat.request.request import RequestedLimits
 from autoremat.torch_private.symbolic_sizes import UNKNOWN_SIZE, DynamicSize, data_dependent_sizes, dynamic_sizes
 from autoremat.torch_private.tensors import tensors_in
 
@@ -69,22 +65,13 @@ def note_on_sizes(graph: fx.Graph) -> str:
     )
 
 
-class SizeCheck:
-    """Compares the sizes of each call that depend on data with those that the plan of ``report`` assumes, and warns once."""
-
-    def __init__(self, report: Report) -> None:
-        self.assumed, self._budget = dict(report.assumed_sizes), report.budget_bytes
-
-    def compare(self, node: Node) -> None:
-        """Warns if a size of the call, whose autograd node is ``node``, is larger than assumed."""
-        numbers = saved_numbers(node)
-        found = next(((numbers[at], most) for at, most in self.assumed.items() if numbers[at] > most), None)
-        if found is None or self._budget is None:
-            return
-        self.assumed.clear()
-        warn_user(
-            f"a size that depends on data is {found[0]} in this step, and the plan assumes at most {found[1]}, because nothing "
-            f"bounds it: the budget of {format_bytes(self._budget)} may not hold. State the bound in the function that is "
-            f"compiled, torch._check(size <= {found[0]}) or more, and it is planned for",
-            BudgetWarning,
-        )
+def of_larger_size(report: Report, numbers: Sequence[int]) -> str:
+    """Returns the text on the first of the ``numbers`` that a call saved that is larger than the plan assumes; "" without."""
+    found = next(((numbers[at], most) for at, most in report.assumed_sizes if numbers[at] > most), None)
+    if found is None or report.budget_bytes is None:
+        return ""
+    return (
+        f"a size that depends on data is {found[0]} in this step, and the plan assumes at most {found[1]}, because nothing "
+        f"bounds it: the budget of {format_bytes(report.budget_bytes)} may not hold. State the bound in the function that is "
+        f"compiled, torch._check(size <= {found[0]}) or more, and it is planned for"
+    )

@@ -28,24 +28,21 @@ from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
 from autoremat.capture.capture import may_train
 from autoremat.capture.communication import may_communicate
-from autoremat.compiler import records
 from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, warn_of_rnn, what_dynamo_said
 from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.dynamic_shapes import sizes_to_plan_for
 from autoremat.compiler.early_gradients import checked, compiled_in_parts
-from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.peers import joined
-from autoremat.compiler.problem import Problem
+from autoremat.compiler.problem import Problem, save_record
 from autoremat.compiler.publishing import EVALUATION, published
 from autoremat.compiler.split_budget import request_in_split
 from autoremat.options.options import Options, note_compiled
 from autoremat.report.registry import explain_absence_by, note_graph
-from autoremat.request.budgets import is_profile, requests_of
-from autoremat.request.grants import note_grant
-from autoremat.request.surroundings import Surroundings, current_block
+from autoremat.request.budgets import is_profile, note_grant, requests_of
+from autoremat.request.surroundings import Surroundings, current_block, current_receiver
 from autoremat.torch_private import compilers, dynamo, frames, joint_graphs, split_graphs
-from autoremat.torch_private.dynamo import asks_to_restart, copied_with_sources, until_reset
+from autoremat.torch_private.dynamo import asks_to_restart, copied_with_sources, resets
 from autoremat.torch_private.symbolic_sizes import planned_for
 
 log = logging.getLogger("autoremat")
@@ -72,7 +69,8 @@ def backend(
     parsed = Options.parse(options, mode, compilers.inductor_config_names)
     note_graph()
     listen()
-    note_compiled(parsed, options, until_reset())
+    reset = resets()
+    note_compiled(parsed, options, lambda: resets() == reset)
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     title, waited = f"compiling {source_info.begin_of(gm.graph)}", seconds_in_dynamo()
@@ -95,11 +93,11 @@ explain_absence_by(what_dynamo_said)
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_explicit: bool) -> Compiled:
     """Returns a callable that computes the graph: in parts with a backward each, or for each block by the code for its request.
 
-    An active interceptor makes it instead.
+    A receiver of this thread makes it instead.
     """
     source_info.take_names(gm)
-    interceptor = active_interceptor()
-    if interceptor is None:
+    receiver = current_receiver()
+    if receiver is None:
         _warn_without_backward(gm, inputs, options, is_explicit)
         warn_of_rnn(gm, options.memory_budget)
     patches = compilers.asked_config(options)
@@ -107,8 +105,8 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
         if options.compiler == "aot_eager":
             return compilers.compile_uncompiled(gm, inputs, joint_graphs.partition_as_torch_does)
         return compilers.compile_with_inductor(gm, inputs, patches)
-    if interceptor is not None:
-        return interceptor.compile(gm, inputs, patches)
+    if receiver is not None:
+        return receiver(gm, inputs, patches)
     around = Surroundings.of(gm, inputs)
     if options.compiler == "inductor" and around.device.type == "cpu":
         compilers.require_cpp_compiler(patches)  # an error before anything is measured and planned
@@ -149,7 +147,7 @@ def _compile_request(problem: Problem, around: Surroundings) -> Compiled:
             for size, limit in sizes.items():
                 size.guard_at_most(limit)
             if found.record is not None:
-                records.save(found.key, found.record)
+                save_record(found.key, found.record)
             if found.report is not None:
                 note_grant(request, around, found.report.budget_bytes)
             evaluates = not request.must_fit and request.limits.peak_bytes is not None and around.evaluates

@@ -8,8 +8,10 @@ part leave before the backward of an earlier one begins. An optimizer in the bac
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,18 +20,17 @@ from torch import fx
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.cuts import divided
-from autoremat.compiler.dead_code import remove_dead_code
 from autoremat.compiler.lowering import Compiled
-from autoremat.device_memory.optimizer_run import live_optimizers, optimizer_memory, parameters_of
+from autoremat.device_memory.inventory import live_optimizers, optimizer_memory, parameters_of
 from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.request.budgets import is_profile
 from autoremat.request.surroundings import Surroundings
-from autoremat.torch_private import autograd, compilers, split_graphs
-from autoremat.torch_private.dynamo import sharded_inputs
+from autoremat.torch_private import autograd, compilers, higher_order, split_graphs
+from autoremat.torch_private.dynamo import nesting_of, sharded_inputs, switches_autocast
+from autoremat.torch_private.hooks import around_backward
 from autoremat.torch_private.split_graphs import GradientHooks
-from autoremat.torch_private.untraced import around_backward
+from autoremat.torch_private.tensors import storage_bytes, storage_key, tensors_in
 
 PARTS = 4
 """The number of parts if the options give none: more of them free gradients earlier, and each costs a call and ends fusion."""
@@ -74,7 +75,7 @@ def compiled_in_parts(
     part_of: Mapping[fx.Node, int] = {}
     if wanted > 1 and not reason:
         if not compilers.keeps_dead_draws(patches):
-            remove_dead_code(gm)
+            _remove_dead_code(gm)
         part_of = divided(gm, inputs, around.device.type, wanted)
         reason = "" if any(part_of.values()) else UNCUT
     if wanted > 1 and reason and options.early_gradients != "auto":
@@ -87,6 +88,44 @@ def compiled_in_parts(
     freed = hooked if options.hooks_free_gradients else {}
     hooks = _hooks(freed.keys(), hooked.values(), around.device) if has_hooks else GradientHooks()
     return split_graphs.compile_parts(gm, inputs, part_of, compile_part, hooks)
+
+
+RUNNING_STATISTICS = ("batch_norm", "instance_norm")
+"""Parts of the names of functions that change inputs, which torch does not count as changes in place."""
+
+
+MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+"""Names of functions that switch modes. A body switches them back at its end."""
+
+
+def _remove_dead_code(module: fx.GraphModule) -> None:
+    """Removes nodes that nobody reads and that change nothing: a cut would make results of parts of what they read.
+
+    Tensors that change in place are never cut off, so what may change one stays, and AOTAutograd drops it within its part.
+    """
+    for node in reversed(module.graph.nodes):
+        if node.op not in ("placeholder", "output") and not node.users and not _may_act(node):
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _named(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _may_act(node: fx.Node) -> bool:
+    held = node.meta.get("example_value")
+    touched = tensors_in([one.meta.get("example_value") for one in (node, *node.all_input_nodes)])
+    is_op = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
+    inner = [one for body in higher_order.bodies(node) for one in body.graph.nodes if _named(one) not in MODES]
+    return node.op not in ("get_attr", "placeholder", "output") and (
+        node.op == "call_module"
+        or all(one is None for one in torch.utils._pytree.tree_leaves(held))
+        or (is_op and bool(node.is_impure(impure_random=False)))
+        or any(map(_may_act, inner))
+        or any(name in _named(node) for name in RUNNING_STATISTICS)
+        or any(tensor._version for tensor in touched)
+    )
 
 
 def _is_trained(tensor: Any) -> bool:
@@ -169,3 +208,101 @@ def checked(function: Compiled, inputs: Sequence[Any], options: Options) -> Comp
         return outputs
 
     return call
+
+
+# -- the places of the cuts, into parts of about equal bytes of parameters ---------------------------------------------------
+
+
+WINDOW = 0.25
+"""The share of a part by which a cut may miss the place of equal parts, for fewer bytes across it."""
+
+
+def divided(module: fx.GraphModule, inputs: Sequence[Any], device_type: str, count: int) -> dict[fx.Node, int]:
+    """Returns the part of each node, from 0, of a graph in at most ``count`` parts of about equal bytes of parameters.
+
+    Each part is the first to read some of the parameters that require gradients, so these gradients leave after its backward.
+    There are fewer parts than ``count`` if there are fewer places to cut, and one if there is none.
+    """
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    arrived = list(accumulate(_arriving_bytes(module, inputs, nodes, device_type)))
+    crossing = _crossing_bytes(module, nodes, device_type)
+    whole = arrived[-1] if arrived else 0
+    # A cut before node ``i`` leaves ``arrived[i - 1]`` bytes of parameters to the parts before it.
+    allowed = {i: size for i, size in enumerate(crossing) if size is not None and i and 0 < arrived[i - 1] < whole}
+
+    def rank(place: int, ideal: float) -> tuple[bool, float, float]:
+        miss, size = abs(arrived[place - 1] - ideal), allowed[place]
+        is_far = miss > WINDOW * whole / count
+        return (True, miss, size) if is_far else (False, size, miss)
+
+    cuts: dict[int, int] = {}
+    for number in range(1, count) if allowed else ():
+        place = min(allowed, key=lambda i: rank(i, number * whole / count))
+        cuts.setdefault(arrived[place - 1], place)
+    places = sorted(cuts.values())
+    return {node: bisect_right(places, i) for i, node in enumerate(nodes)}
+
+
+def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str) -> list[int]:
+    """Returns, for each of ``nodes``, the bytes of the parameters that it is the first to read and that require gradients."""
+    place = {node: i for i, node in enumerate(nodes)}
+    arriving = [0] * len(nodes)
+    for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        readers = [place[user] for user in node.users if user in place]
+        if readers and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+            arriving[min(readers)] += storage_bytes(tensor, device_type)
+    return arriving
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A stretch of the graph, from the first node that makes a value to the last one that reads it.
+
+    ``bytes`` is None if no cut may separate these nodes.
+    """
+
+    first: int
+    last: int
+    bytes: int | None
+
+    def joined(self, other: _Span) -> _Span:
+        size = None if self.bytes is None or other.bytes is None else min(self.bytes, other.bytes)
+        return _Span(min(self.first, other.first), max(self.last, other.last), size)
+
+
+def _crossing_bytes(module: fx.GraphModule, nodes: Sequence[fx.Node], device_type: str) -> list[int | None]:
+    """Returns, for each of ``nodes``, the bytes of the results that a cut before it would cross; None if none may be there."""
+    spans = _spans(module, nodes, device_type)
+    more, refused = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
+    for span in spans:
+        changed, by = (refused, 1) if span.bytes is None else (more, span.bytes)
+        if span.first < span.last:
+            changed[span.first + 1] += by
+            changed[span.last + 1] -= by
+    depths = accumulate(map(nesting_of, nodes), initial=0)  # inside of a transform of torch.func, state is live
+    found = zip(accumulate(more), accumulate(refused), depths, strict=True)
+    return [None if number or depth else size for size, number, depth in found][: len(nodes)]
+
+
+def _spans(module: fx.GraphModule, nodes: Sequence[fx.Node], device_type: str) -> list[_Span]:
+    """Returns the spans of all results. Views have one with their base.
+
+    A tensor that changes in place stays within a part: a plan may save it before the change, where eager code would not.
+    """
+    place = {node: i for i, node in enumerate(nodes)}
+    found: dict[int, _Span] = {}
+    for node in module.graph.nodes:
+        value, readers = node.meta.get("example_value"), [place[user] for user in node.users if user in place]
+        if node.op in ("get_attr", "output") or switches_autocast(node) or isinstance(value, torch.SymInt | int):
+            continue  # torch repeats these in each part, or hands them over
+        if not isinstance(value, torch.Tensor):
+            if node in place:
+                found[id(node)] = _Span(place[node], max([place[node], *readers]), None)
+            continue
+        key = storage_key(value)
+        touched = [*readers, *([place[node]] if node in place else [])]
+        size = None if value._version else 0 if node.op == "placeholder" else storage_bytes(value, device_type)
+        if touched:
+            span = _Span(min(touched), max(touched), size)
+            found[key] = span if key not in found else found[key].joined(span)
+    return list(found.values())

@@ -13,9 +13,8 @@ from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.compiler.dynamic_shapes import note_on_sizes
-from autoremat.compiler.hints import WORTH
 from autoremat.compiler.joint_graph import with_allowed_forms
-from autoremat.compiler.planned_graph import PlannedGraph, counted
+from autoremat.compiler.planned_graph import WORTH, PlannedGraph, counted
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.cost.links import Links
 from autoremat.planner.graph.op import DEVICE, HOST

@@ -14,7 +14,7 @@ from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture import communication
-from autoremat.capture.capture import Capture, capture, runs_on_type
+from autoremat.capture.capture import Capture, capture, device_of_joint, runs_on_type
 from autoremat.capture.communication import fingerprint, replicated_nodes
 from autoremat.capture.forms import groups_of_shards, with_forms, without_shards
 from autoremat.capture.pricing import ROOFLINE, Prices
@@ -240,7 +240,7 @@ def with_allowed_forms(captured: Capture, problem: Problem, gathers: Links) -> t
         return captured, _unused(captured, request, {name: f"the code cannot {does[name]} under {setting}" for name in does})
     why = dict[str, str]()
     if HOST in possible:
-        device = joint_graphs.device_of(captured.joint)
+        device = device_of_joint(captured.joint)
         link = link or (assumed_host_link(card) if card else host_link_of(device, request.options.cost_model != ROOFLINE))
         if link is None:
             why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"

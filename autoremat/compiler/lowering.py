@@ -211,14 +211,9 @@ def lower(
         answers = named_card.generating_for(datasheet(problem.cuda_name) or UNKNOWN_GPU, problem.cuda_name)
     try:
         with (
-            inductor_lowering.memory_first(lambda: partitioning.facts.memory_first, lambda: partitioning.facts.pins_forward),
-            inductor_lowering.draws_by_place(patches),
-            inductor_lowering.draws_in_sequence(),
-            inductor_lowering.sums_at_their_places(),
-            layouts.laid_out_as_saved((ops.copy_to_host, ops.wait_for_copy_to_host)),
-            layouts.inputs_as_they_are(),
-            layouts.results_as_traced(),
-            layouts.attention_as_traced(),
+            inductor_lowering.sequenced(lambda: partitioning.facts.memory_first, lambda: partitioning.facts.pins_forward),
+            inductor_lowering.kernels_corrected(patches),
+            layouts.laid_out_as_planned((ops.copy_to_host, ops.wait_for_copy_to_host)),
             inductor_lowering.observe_lowering(lambda: partitioning.facts.replay_context, observe),
             answers,
         ):

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from autoremat.basics.progress import now
-from autoremat.basics.units import format_bytes
+from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.compiler.dynamic_shapes import note_on_sizes
-from autoremat.compiler.hints import hints_of
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.problem import Problem, Reference
 from autoremat.compiler.replay_context import (
@@ -21,6 +20,7 @@ from autoremat.compiler.replay_context import (
 )
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.cost.datasheets import device_memory
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.limits import Limits, PlanPoint, border_bytes, point_of
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
@@ -28,6 +28,9 @@ from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of
 from autoremat.report.report import Report
 from autoremat.torch_private.higher_order import chunked_by
+
+WORTH = 0.05
+"""Share of the step's seconds or of its peak above which a hint is worth its line."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,29 @@ def _note_on_memory(budget: int | None, device: str) -> str:
     if budget is None or memory is None or budget <= memory:
         return ""
     return f"the budget is {format_bytes(budget)}, and {device} has {format_bytes(memory)} of memory"
+
+
+def hints_of(plan: Plan, planning: PlanningResult, priced: PricedGraph) -> tuple[str, ...]:
+    """Returns the hints for a plan, each with the figures of this step."""
+    request = priced.problem.request
+    options, limits = request.options, request.limits
+    hints = []
+    if not any((limits.bounds_memory, options.max_slowdown is not None, options.plan, options.policy, options.recompute)):
+        least = "" if planning.least_is_searched else "at most "
+        least += format_bytes(planning.smallest.peak_bytes)
+        hints.append(f"no memory_budget is set: this plan needs {format_bytes(plan.peak_bytes)}, the least possible is {least}")
+    forced = [op for op in plan.recomputed if priced.graph.ops[op].constraint is Constraint.RECOMPUTE]
+    seconds = sum(priced.graph.ops[op].seconds for op in forced)
+    if plan.graph.step_seconds and seconds > WORTH * plan.graph.step_seconds:
+        free = max(0, (plan.budget_bytes or 0) - plan.peak_bytes)
+        unused = f", while {format_bytes(free)} of the budget stay unused" if free else ""
+        hints.append(
+            f"the model checkpoints parts of itself: they run again whatever the budget, {len(forced)} ops for "
+            f"{format_seconds(seconds)}{unused}. Leave that off (HF: gradient_checkpointing=False), and the planner chooses"
+        )
+    if request.returned_bytes > WORTH * plan.peak_bytes:
+        hints.append(request.returned)
+    return tuple(hints)
 
 
 # -- what plans must keep to -----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from autoremat.basics.errors import BudgetWarning, TransferError, best_effort_me
 from autoremat.basics.progress import finish
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.hints import give_once
 from autoremat.compiler.joint_graph import warn_of_unused_forms
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
@@ -22,8 +21,8 @@ from autoremat.request.request import AS_A_STEP, Request
 from autoremat.torch_private.autograd import backward_node, retraces_backwards
 from autoremat.torch_private.compilers import trace_artifact
 from autoremat.torch_private.fake_tensors import is_fake
+from autoremat.torch_private.hooks import around_backward
 from autoremat.torch_private.process_groups import infers_metadata
-from autoremat.torch_private.untraced import around_backward
 
 log = logging.getLogger("autoremat")
 
@@ -35,6 +34,9 @@ PART = (
 
 EVALUATION = ". All modules with its parameters are in evaluation mode: torch.no_grad() around evaluation needs no backward"
 """What a warning of an infeasible budget adds in evaluation with gradients on."""
+
+_given = set[str]()
+"""Kinds of the hints that this process has logged."""
 
 TORCHS = ("aten.", "prims.", "mkldnn.", "quantized.")
 """Beginnings of the names of torch's own ops, which nobody else declares."""
@@ -54,6 +56,20 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     more = (PART if request.on_infeasible == AS_A_STEP else "", note if has_own_budget else "")
     # A record may have the ledger of another device.
     report = dataclasses.replace(report, device_ledger=request.limits.ledger, notes=(*report.notes, *filter(None, more)))
+    _tell(report, request, excuse)
+    trace_artifact("autoremat_report", report.to_json)
+    add_report(report)
+    if report.host_peak_bytes:
+        host_memory.release()  # the buffers of a plan that this one replaces have other sizes
+    if report.stored is not None and report.stored.moved_bytes:
+        compiled = TransferCheck(compiled, report.stored.moved_bytes)
+    if not (request.limits.bounds_memory and has_own_budget):
+        return compiled
+    return watched(compiled, report, request.limits.reference_share is not None)
+
+
+def _tell(report: Report, request: Request, excuse: str) -> None:
+    """Logs the report, and warns of what does not hold."""
     if report.unknown_workspaces and report.budget_bytes is not None:
         own = [name for name in report.unknown_workspaces if not name.startswith(TORCHS)]
         advice = [f"declare_pure(..., workspace_bytes=...) tells those of {', '.join(own)}"] if own else []
@@ -75,11 +91,12 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             'on_infeasible="best_effort" runs the step anyway',
             BudgetWarning,
         )
-    give_once(report.hints)
+    for hint in report.hints:
+        if (kind := hint.partition(":")[0]) not in _given:
+            _given.add(kind)
+            log.warning("%s", hint)
     finish(report.summary())
     log.info("%s", report.summary())
-    trace_artifact("autoremat_report", report.to_json)
-    add_report(report)
     if report.budget_bytes is not None and retraces_backwards():
         warn_user(
             "compiled autograd traces the backward of this graph anew and compiles it without the plan's order and without a "
@@ -87,13 +104,6 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             "torch._dynamo.config.compiled_autograd off",
             BudgetWarning,
         )
-    if report.host_peak_bytes:
-        host_memory.release()  # the buffers of a plan that this one replaces have other sizes
-    if report.stored is not None and report.stored.moved_bytes:
-        compiled = TransferCheck(compiled, report.stored.moved_bytes)
-    if not (request.limits.bounds_memory and has_own_budget):
-        return compiled
-    return watched(compiled, report, request.limits.reference_share is not None)
 
 
 class _Running(threading.local):

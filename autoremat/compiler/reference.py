@@ -20,8 +20,7 @@ from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import Capture
 from autoremat.compiler.joint_graph import JointGraph, Partitioner, PricedGraph, price_graph
-from autoremat.compiler.problem import Problem, Reference
-from autoremat.compiler.records import fingerprint
+from autoremat.compiler.problem import Problem, Reference, fingerprint
 from autoremat.compiler.replay_context import code_unsplit_bytes, replay_context
 from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
@@ -29,7 +28,7 @@ from autoremat.planner.memory.wrapper_replay import INPUT_PREFIXES, ReplayContex
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
-from autoremat.request.limits import RequestedLimits
+from autoremat.request.request import RequestedLimits
 from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs
 from autoremat.torch_private.layouts import LAYOUT_COPY
 from autoremat.torch_private.tensors import storage_bytes, storage_key

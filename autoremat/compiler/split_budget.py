@@ -18,17 +18,15 @@ from autoremat.basics.errors import BudgetWarning, OptionsError, is_user_error, 
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
-from autoremat.compiler.agreed_profile import Gathers, agreed_profile
+from autoremat.compiler.peers import Gathers, agreed_profile
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.step_of_parts import StepOfParts, step_of
 from autoremat.planner.graph.op import SHARDS
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile
 from autoremat.planner.plans.limits import Share
-from autoremat.request.budgets import request_of_share, warn_of_open_calls
-from autoremat.request.grants import note_grant
-from autoremat.request.limits import CommonBudget
-from autoremat.request.request import Request
+from autoremat.request.budgets import note_grant, request_of_share, warn_of_open_calls
+from autoremat.request.request import CommonBudget, Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import split_graphs
 from autoremat.torch_private.dynamo import asks_to_restart

@@ -27,7 +27,7 @@ from autoremat.planner.plans.limits import border_values, output_bytes
 from autoremat.request.request import Request
 from autoremat.torch_private import fake_tensors, joint_graphs, split_graphs
 from autoremat.torch_private.split_graphs import GradientHooks, PartOfGraph, Split
-from autoremat.torch_private.tensors import storage_bytes, storage_key
+from autoremat.torch_private.tensors import storage_bytes, storage_key, tensors_in
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class _Borders:
 
     def note_all(self, parts: Sequence[PartOfGraph], received: Sequence[Any], returned: Sequence[Any]) -> None:
         """Notes what the whole graph receives, what each part receives and returns, and what the whole graph returns."""
-        for tensor in _tensors(received):
+        for tensor in tensors_in(received):
             self.note(tensor, None)
         for number, part in enumerate(parts):
-            for tensor in _tensors(part.inputs):
+            for tensor in tensors_in(part.inputs):
                 place = self.note(tensor, None)
                 self.all[place] = replace(self.all[place], read_by=(*self.all[place].read_by, number))
-            for tensor in _tensors(part.outputs):
+            for tensor in tensors_in(part.outputs):
                 self.note(tensor, number)
-        results = _tensors(returned)
+        results = tensors_in(returned)
         has_loss = any(tensor.dim() == 0 for tensor in results)
         for tensor in results:
             place = self.note(tensor, None)
@@ -108,10 +108,6 @@ class _Borders:
     def place_of(self, tensor: Any) -> int | None:
         """Returns the place of the border that holds ``tensor``; None if there is none."""
         return self.places.get(storage_key(tensor)) if isinstance(tensor, torch.Tensor) else None
-
-
-def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _planned(part: PartOfGraph, request: Request, patches: Mapping[str, Any], may_repeat: bool) -> SmallestGraph | None:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoremat.basics.checks import MOST_BYTES, as_int, flag, refused, text_to_bytes
+from autoremat.basics.checks import MOST_BYTES, as_int, bytes_given, count_given, flag, refused
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS
-from autoremat.device_memory.inventory import Inventory, rows_of_models
-from autoremat.device_memory.optimizer_run import optimizer_memory
-from autoremat.measure.machine import checked_device
+from autoremat.device_memory.inventory import Inventory, optimizer_memory, rows_of_models
+from autoremat.measure.calibration import checked_device
 from autoremat.planner.cost.datasheets import DATASHEETS, datasheet, device_memory, known_cards
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
@@ -75,21 +74,23 @@ def device_budget(
     Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors, and ``OptionsError`` for other values. A ledger
     that alone exceeds the device raises ``DeviceTooSmall`` where it is used.
     """
-    count = as_int(accumulate)
-    if count is None or count < 1:
-        raise refused("accumulate", accumulate, "an int >= 1")
+    count = count_given(accumulate, "accumulate", "an int >= 1", most=MOST_BYTES)
     kept = StepPart(0) if flag(set_to_none, "set_to_none") else StepPart.LATER_STEP | StepPart.LATER_MICRO_BATCH
     kept |= StepPart.LATER_MICRO_BATCH if count > 1 else StepPart(0)
     modules = [model] if isinstance(model, nn.Module) else list(model)
     whole = _whole_device(total, modules, device)
     inventory = Inventory(whole.device_type, whole.rounding, whole.moved)
-    rows = [LedgerRow("context and libraries", whole.context_bytes() if context is None else _bytes(context, "context"))]
+    rows = [
+        LedgerRow(
+            "context and libraries", whole.context_bytes() if context is None else bytes_given(context, "context", BYTES_FORMS)
+        )
+    ]
     rows += rows_of_models(modules, inventory, kept, flag(hooks_free_gradients, "hooks_free_gradients"))
     memory = _optimizer_memory(optimizer, whole)
     rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))
     rows += inventory.rows_of_others(others or {})
     notes = (*whole.notes, *(() if memory is None else memory.notes))
-    free = whole.reserve_bytes if reserve is None else _bytes(reserve, "reserve")
+    free = whole.reserve_bytes if reserve is None else bytes_given(reserve, "reserve", BYTES_FORMS)
     return DeviceBudget(whole.total_bytes(total), (), free, whole.name, count, notes).with_rows(*rows)
 
 
@@ -137,7 +138,7 @@ class _WholeDevice:
         if count is not None and 0 < count < 1024:
             raise OptionsError(f'total={total!r} is {count} bytes, and no device is that small. Did you mean "{count}GiB"?')
         forms = f"{TOTAL_FORMS}. {known_cards(total)}" if isinstance(total, str) else TOTAL_FORMS
-        return _bytes(total, "total", forms, least=1)
+        return bytes_given(total, "total", forms, least=1)
 
     def context_bytes(self) -> int:
         """Returns the bytes outside torch's allocator: those in use now on a device that is here, else assumed ones."""
@@ -171,13 +172,6 @@ def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False
         return _WholeDevice(name, "cpu", is_cuda=True, moved=True)
     index = torch.cuda.current_device() if device.index is None else device.index
     return _WholeDevice(name, "cuda", is_cuda=True, index=index, moved=moved)
-
-
-def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -> int:
-    count = text_to_bytes(value, name, forms) if isinstance(value, str) else as_int(value)
-    if count is None or not least <= count <= MOST_BYTES:
-        raise refused(name, value, forms)
-    return count
 
 
 def _optimizer_memory(optimizer: object, whole: _WholeDevice) -> OptimizerMemory | None:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from autoremat.basics.units import format_bytes
-from autoremat.torch_private.untraced import when_dropped
+from autoremat.torch_private.hooks import when_dropped
 
 
 class Buffer:

@@ -7,13 +7,12 @@ recorded on two streams. Memory of the device is allocated and freed on the comp
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from autoremat.host_memory.buffers import Pool, compute_stream, new_event, new_stream
-from autoremat.torch_private.dynamo import until_reset
+from autoremat.torch_private.dynamo import resets
 
 
 @dataclass(frozen=True)
@@ -125,17 +124,17 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _links: dict[torch.device, Link] = {}
-_is_current: Callable[[], bool] = lambda: False  # noqa: E731
+_reset = 0
 _opening = threading.Lock()
 
 
 def link_of(device: torch.device) -> Link:
     """Returns the link of ``device``. A reset of torch ends all links, and buffers are dropped after their last use."""
-    global _is_current
+    global _reset
     with _opening:
-        if not _is_current():
+        if _reset != resets():
             _links.clear()
-            _is_current = until_reset()
+            _reset = resets()
         if device not in _links:
             _links[device] = Link(device)
         return _links[device]

@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -55,15 +57,28 @@ def track_peak(device: torch.device | str | None = None, *, timeline: bool = Fal
         device = "cuda" if in_use else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cpu":
-        return CpuTracker()
+        return _CpuTracker()
     if chosen.type == "cuda":
         index = torch.cuda.current_device() if chosen.index is None else chosen.index
         return _CudaTracker(index, record_timeline=timeline)
     raise ValueError(f"`track_peak` measures the CPU and CUDA devices, not {chosen.type!r}.")
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bytes above those that were live at the start."""
+
+    live_bytes: int
+    """Bytes live at the mark."""
+    peak_bytes: int
+    """Peak in bytes since the previous mark, or since the start."""
+
+
 class PeakTracker(ABC):
-    """The context manager that `track_peak` returns. `.bytes` and `.timeline` are available after the end of its block."""
+    """The context manager that `track_peak` returns. Its attributes are available after the end of its block."""
+
+    readings: tuple[Reading, ...] = ()
+    """One reading for each mark, and one for the end."""
 
     def __init__(self) -> None:
         self._bytes: int | None = None
@@ -102,21 +117,20 @@ class PeakTracker(ABC):
                 raise
 
     @abstractmethod
+    def mark(self) -> None:
+        """Sets a mark at the present time."""
+
+    @abstractmethod
     def _start(self) -> None: ...
 
     @abstractmethod
     def _stop(self) -> tuple[int, Timeline | None]: ...
 
 
-class CpuTracker(PeakTracker):
+class _CpuTracker(PeakTracker):
     """Measures a CPU peak by replaying the allocator events of a profile."""
 
-    marks: tuple[float, ...] = ()
-    """The times of the calls of :meth:`mark`, in seconds on the timeline."""
-
-    @staticmethod
-    def mark() -> None:
-        """Marks the present time on the timeline."""
+    def mark(self) -> None:
         with torch.profiler.record_function(MARK):
             pass
 
@@ -143,10 +157,20 @@ class CpuTracker(PeakTracker):
             )
         found = list(_events(results.experimental_event_tree()))
         start = results.trace_start_ns()
-        self.marks = tuple(sorted((e.start_time_ns - start) / 1e9 for e in found if e.name == MARK))
+        marks = sorted((e.start_time_ns - start) / 1e9 for e in found if e.name == MARK)
         on_cpu = [e for e in found if hasattr(e.extra_fields, "alloc_size") and e.extra_fields.device.type == "cpu"]
         timeline = _replay(sorted(on_cpu, key=lambda event: event.start_time_ns), start)
+        self.readings = tuple(_readings(timeline, marks))
         return max(held for _, held in timeline), timeline
+
+
+def _readings(timeline: Timeline, marks: Iterable[float]) -> Iterator[Reading]:
+    times, levels = [time for time, _ in timeline], [level for _, level in timeline]
+    begin = 0
+    for mark in (*marks, float("inf")):
+        end = max(bisect_left(times, mark), 1)
+        yield Reading(levels[end - 1], max(levels[max(begin - 1, 0) : end]))  # the level at the last mark is valid until then
+        begin = end
 
 
 @contextlib.contextmanager
@@ -201,8 +225,15 @@ class _CudaTracker(PeakTracker):
 
     def __init__(self, index: int, *, record_timeline: bool) -> None:
         super().__init__()
-        self._index = index
-        self._record_timeline = record_timeline
+        self._index, self._record_timeline = index, record_timeline
+
+    def mark(self) -> None:
+        self._read()
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def _read(self) -> None:
+        live, peak = torch.cuda.memory_allocated(self._index), torch.cuda.max_memory_allocated(self._index)
+        self.readings += (Reading(live - self._live_at_start, peak - self._live_at_start),)
 
     def _start(self) -> None:
         if self._index in self._running:
@@ -216,6 +247,7 @@ class _CudaTracker(PeakTracker):
             torch.cuda.memory._record_memory_history(context=None, max_entries=CUDA_HISTORY_ENTRIES)
         try:
             torch.cuda.reset_peak_memory_stats(self._index)
+            self.readings = ()
             self._live_at_start = torch.cuda.memory_allocated(self._index)
         except BaseException:
             self._end_history()
@@ -224,7 +256,8 @@ class _CudaTracker(PeakTracker):
 
     def _stop(self) -> tuple[int, Timeline | None]:
         self._running.discard(self._index)
-        peak = max(0, torch.cuda.max_memory_allocated(self._index) - self._live_at_start)
+        self._read()
+        peak = max(0, *(reading.peak_bytes for reading in self.readings))
         if not self._record_timeline:
             return peak, None
         try:

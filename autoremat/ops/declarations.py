@@ -21,7 +21,7 @@ from autoremat.basics.errors import OptionsError
 from autoremat.ops import op_traits
 from autoremat.planner.graph.op import Trait
 from autoremat.torch_private import higher_order
-from autoremat.torch_private.kernel_settings import packs_operands
+from autoremat.torch_private.compilers import packs_operands
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensors import tensor_bytes
 

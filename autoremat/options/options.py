@@ -6,18 +6,13 @@ environment. The environment can set the budget, the cost model, the policy and 
 
 import difflib
 import operator
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
 
 from autoremat.basics import environment
-from autoremat.basics.budget import refuse_likely_percent
-from autoremat.basics.checks import flag, one_of, options_of, positive_seconds, refused, underscored
-from autoremat.basics.environment import BUDGET as ENVIRONMENT_VARIABLE
-from autoremat.basics.environment import COST_MODEL as COST_MODEL_VARIABLE
-from autoremat.basics.environment import POLICY as POLICY_VARIABLE
-from autoremat.basics.environment import PROGRESS as PROGRESS_VARIABLE
+from autoremat.basics.checks import flag, one_of, options_of, positive_seconds, refuse_likely_percent, refused, underscored
 from autoremat.basics.errors import OptionsError, OptionWarning
 from autoremat.basics.progress import progress_in_environment, set_default
 from autoremat.basics.warn import warn_user
@@ -28,55 +23,29 @@ from autoremat.planner.constraints.policies import Policy
 from autoremat.planner.graph.op import DEVICE, HOST
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
-from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-DEFAULT_AUTO_HEADROOM = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation are not part of the budget
-COMPILERS = ("inductor", "aot_eager")
-INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated")
-PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 
+VARIABLES = {
+    "memory_budget": environment.BUDGET,
+    "cost_model": environment.COST_MODEL,
+    "policy": environment.POLICY,
+    "progress": environment.PROGRESS,
+}
+"""The variables of the environment that set options, by the option."""
 
-class OptionValues(TypedDict, total=False):
-    """The options that :func:`configure` takes, in the forms that users write."""
-
-    memory_budget: Budget
-    max_slowdown: float | str | None
-    host_memory: int | str | None
-    store: Collection[str] | None
-    auto_headroom: int | str
-    time_limit: float
-    compiler: str
-    on_infeasible: str | None
-    on_planning_error: str | None
-    cost_model: str
-    plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None
-    policy: Policy | str | None
-    save: Collection[SavePattern] | Mapping[str, str]
-    recompute: Collection[str]
-    chunk_loss: bool | int | str
-    tiles: bool | int | str
-    early_gradients: bool | int | str
-    hooks_free_gradients: bool
-    in_flight: int | None
-    accumulate: bool | None
-    interconnect_bandwidth: float | str | None
-    interconnect_latency: float | None
-    agreement: str | Sequence[int]
-    progress: bool
-
-
-OWN_KEYS = tuple(OptionValues.__annotations__)
 
 _configured: dict[str, object] = {}
 _taken: dict[str, object] = {}
 """For each option, the default that the latest compiled graph used."""
 _is_left: Callable[[], bool] = bool
 """Returns False once the compiled graphs are gone, because torch was reset."""
+
+
+def _option(default: Any, check: Callable[[Any, str], Any], compare: bool = True) -> Any:
+    """Returns the field of an option. ``check`` returns a value, of the option of that name, in its normal form."""
+    return field(default=default, compare=compare, metadata={"check": check})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,72 +56,44 @@ class Options:
     sorted by key, and ``mode`` is that of ``torch.compile``. Raises OptionsError for a value that is not accepted.
     """
 
-    memory_budget: Budget = None
-    auto_headroom: int = DEFAULT_AUTO_HEADROOM
-    time_limit: float = 10.0
-    compiler: str = "inductor"
-    on_infeasible: str | None = None
-    on_planning_error: str | None = None
+    memory_budget: Budget = _option(None, values.budget)
+    max_slowdown: float | None = _option(None, values.slowdown)
+    host_memory: int | str | None = _option(None, values.host_memory)
+    store: tuple[str, ...] | None = _option(None, values.forms)
+    auto_headroom: int = _option(512 * 2**20, values.headroom)  # the CUDA context, cuBLAS and fragments are beside the budget
+    time_limit: float = _option(10.0, positive_seconds)
+    compiler: str = _option("inductor", partial(one_of, ("inductor", "aot_eager")))
+    on_infeasible: str | None = _option(None, partial(one_of, ("raise", "best_effort")))
+    on_planning_error: str | None = _option(None, partial(one_of, ("fallback", "raise")))
+    cost_model: str = _option("roofline", partial(one_of, COST_MODELS))
+    plan: tuple[PlanFile, ...] | None = _option(None, values.plans)
+    policy: Policy | None = _option(None, policies.parse)
+    save: tuple[SavePattern, ...] = _option((), values.saves)
+    recompute: tuple[str, ...] = _option((), values.patterns)
+    chunk_loss: bool | int | str = _option("auto", values.parts)
+    tiles: bool | int | str = _option(False, values.tiles)
+    early_gradients: bool | int | str = _option("auto", values.parts)
+    hooks_free_gradients: bool = _option(False, flag)
+    in_flight: int | None = _option(None, values.calls)
+    accumulate: bool | None = _option(None, flag)
+    interconnect_bandwidth: float | None = _option(None, values.bandwidth)
+    interconnect_latency: float | None = _option(None, positive_seconds)
+    agreement: str | tuple[int, ...] = _option("auto", values.agreement, compare=False)
+    progress: bool = _option(True, flag, compare=False)
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
-    cost_model: str = "roofline"
-    plan: tuple[PlanFile, ...] | None = None
-    policy: Policy | str | None = None
-    save: tuple[SavePattern, ...] = ()
-    recompute: tuple[str, ...] = ()
-    chunk_loss: bool | int | str = "auto"
-    tiles: bool | int | str = False
-    early_gradients: bool | int | str = "auto"
-    hooks_free_gradients: bool = False
-    interconnect_bandwidth: float | None = None
-    interconnect_latency: float | None = None
-    agreement: str | tuple[int, ...] = field(default="auto", compare=False)
-    in_flight: int | None = None
-    accumulate: bool | None = None
-    progress: bool = field(default=True, compare=False)
-    max_slowdown: float | str | None = None
-    host_memory: int | str | None = None
-    store: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        normalised: dict[str, Any] = {
-            "memory_budget": values.budget(self.memory_budget, "memory_budget"),
-            "max_slowdown": values.slowdown(self.max_slowdown),
-            "host_memory": values.host_memory(self.host_memory),
-            "store": values.forms(self.store),
-            "auto_headroom": values.headroom(self.auto_headroom),
-            "time_limit": positive_seconds(self.time_limit, "time_limit"),
-            "compiler": one_of(COMPILERS, self.compiler, "compiler"),
-            "on_infeasible": None
-            if self.on_infeasible is None
-            else one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
-            "cost_model": one_of(COST_MODELS, self.cost_model, "cost_model"),
-            "on_planning_error": None
-            if self.on_planning_error is None
-            else one_of(PLANNING_ERROR_ACTIONS, self.on_planning_error, "on_planning_error"),
-            "plan": values.plans(self.plan),
-            "policy": policies.parse(self.policy),
-            "save": values.saves(self.save),
-            "recompute": values.patterns(self.recompute, "recompute"),
-            "chunk_loss": values.parts(self.chunk_loss, "chunk_loss"),
-            "tiles": values.tiles(self.tiles),
-            "early_gradients": values.parts(self.early_gradients, "early_gradients"),
-            "hooks_free_gradients": flag(self.hooks_free_gradients, "hooks_free_gradients"),
-            "interconnect_bandwidth": values.bandwidth(self.interconnect_bandwidth),
-            "interconnect_latency": None
-            if self.interconnect_latency is None
-            else positive_seconds(self.interconnect_latency, "interconnect_latency"),
-            "agreement": values.agreement(self.agreement),
-            "in_flight": values.calls(self.in_flight),
-            "accumulate": None if self.accumulate is None else flag(self.accumulate, "accumulate"),
-            "progress": flag(self.progress, "progress"),
-            "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
-        }
-        _refuse_contradictions(normalised)
         if not isinstance(self.mode, str | None):
             raise refused("mode", self.mode, "a mode of torch.compile, a string, or None")
+        normalised = {"inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0)))}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in OWN_KEYS and not (value is None and one.default is None):
+                normalised[one.name] = one.metadata["check"](value, one.name)
         for name, value in normalised.items():
             object.__setattr__(self, name, value)  # the only change of a frozen instance, still during its construction
+        _refuse_contradictions(self)
 
     @classmethod
     def parse(
@@ -181,12 +122,6 @@ class Options:
         return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
 
     @property
-    def allowed_slowdown(self) -> float | None:
-        """The share by which a plan may take longer than the fastest one; None for no bound."""
-        assert not isinstance(self.max_slowdown, str), "__post_init__ has parsed it"
-        return self.max_slowdown
-
-    @property
     def open_calls(self) -> OpenCalls:
         """The calls that are open at once, as far as the options tell."""
         in_pipeline = self.in_flight is not None
@@ -194,7 +129,11 @@ class Options:
         return OpenCalls(self.in_flight or 1, accumulates, sends_gradients=in_pipeline)
 
 
-def configure(**options: "Unpack[OptionValues]") -> None:
+OWN_KEYS = tuple(one.name for one in fields(Options) if one.metadata)
+"""The names of the options."""
+
+
+def configure(**options: Any) -> None:
     """Sets defaults for this process, for callers that can pass only the backend's name.
 
     Later calls add to earlier ones; ``configure()`` without arguments removes all defaults. Graphs that are already compiled
@@ -202,15 +141,14 @@ def configure(**options: "Unpack[OptionValues]") -> None:
     or a value that is not accepted, and then changes nothing.
     """
     global _configured
-    given: dict[str, Any] = dict(options)
-    if unknown := [key for key in given if key not in OWN_KEYS]:
+    if unknown := [key for key in options if key not in OWN_KEYS]:
         raise _unknown_key(unknown[0], ())
     refuse_likely_percent(options.get("memory_budget"), "memory_budget", values.BUDGET_FORMS)
-    checked = Options(**given)
-    _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
+    checked = Options(**options)
+    _configured = _configured | {key: getattr(checked, key) for key in options} if options else {}
     shown = _configured.get("progress")
     set_default(None if shown is None else bool(shown))
-    _warn_if_late({key: _configured[key] for key in given})
+    _warn_if_late({key: _configured[key] for key in options})
 
 
 def note_compiled(options: Options, given: Mapping[str, object] | None, is_left: Callable[[], bool]) -> None:
@@ -235,19 +173,11 @@ def _warn_if_late(configured: Mapping[str, object]) -> None:
 
 
 def _environment(given: Collection[str]) -> dict[str, object]:
-    found: dict[str, object] = {}
     environment.warn_of_unknown()
-    variables = (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE)
-    budget, model, policy, progress = map(environment.said, variables)
-    if budget and "memory_budget" not in given:
-        found["memory_budget"] = values.budget(budget, ENVIRONMENT_VARIABLE)
-    if model and "cost_model" not in given:
-        found["cost_model"] = one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
-    if policy and "policy" not in given:
-        found["policy"] = policies.parse(policy, POLICY_VARIABLE)
-    if progress and "progress" not in given:
-        found["progress"] = progress_in_environment()
-    return found
+    checks = {one.name: one.metadata["check"] for one in fields(Options) if one.name in VARIABLES}
+    said = {name: environment.said(variable) for name, variable in VARIABLES.items() if name not in given}
+    found = {name: checks[name](text, VARIABLES[name]) for name, text in said.items() if text and name != "progress"}
+    return found | ({"progress": progress_in_environment()} if said.get("progress") else {})
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
@@ -259,24 +189,24 @@ def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
     )
 
 
-def _refuse_contradictions(normalised: Mapping[str, Any]) -> None:
-    if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
+def _refuse_contradictions(options: Options) -> None:
+    if options.plan and (options.policy or options.save or options.recompute):
         raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
-    if normalised["max_slowdown"] is not None and normalised["plan"]:
+    if options.max_slowdown is not None and options.plan:
         raise OptionsError("`plan` applies a stored plan as it is: max_slowdown cannot be given beside it")
-    if normalised["max_slowdown"] is not None and isinstance(normalised["memory_budget"], StepProfile):
+    if options.max_slowdown is not None and isinstance(options.memory_budget, StepProfile):
         raise OptionsError(
             "max_slowdown bounds the time of one graph, and a step profile divides one budget among several: leave one of "
             "them out. `StepProfile.within(bytes).added_seconds` shows the time of the whole step under another budget"
         )
-    store, host = normalised["store"], normalised["host_memory"]
+    store, host = options.store, options.host_memory
     if store is not None and (HOST in store) is (host is None):
         raise OptionsError(
             f"store={store!r} and host_memory={host!r} contradict each other: name {HOST!r} in `store` and give a bound in "
             '`host_memory`, such as "64GiB" or "auto", or neither'
         )
     allowed = store or ((DEVICE,) if host is None else values.STORES)
-    for pattern, form in (one for one in normalised["save"] if not isinstance(one, str)):
+    for pattern, form in (one for one in options.save if not isinstance(one, str)):
         if form not in allowed:
             raise OptionsError(
                 f"save={{{pattern!r}: {form!r}}} names a form that is not allowed: allowed are {list(allowed)}. Name it in "

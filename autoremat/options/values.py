@@ -4,8 +4,19 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from numbers import Real
 
-from autoremat.basics.budget import FORMS_ANYWHERE, likely_share, parse_budget
-from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, refused, text_to_bytes
+from autoremat.basics.checks import (
+    FORMS_ANYWHERE,
+    MOST_BYTES,
+    MOST_PARTS,
+    as_float,
+    as_int,
+    bytes_given,
+    count_given,
+    likely_share,
+    parse_budget,
+    refused,
+    text_to_bytes,
+)
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
 from autoremat.planner.constraints.constraints import SavePattern
@@ -44,88 +55,71 @@ def budget(value: object, name: str) -> Budget:
     return parse_budget(value, name, BUDGET_FORMS)
 
 
-def headroom(value: object) -> int:
+def headroom(value: object, name: str) -> int:
     """Returns the auto headroom in bytes."""
-    count = text_to_bytes(value, "auto_headroom", HEADROOM_FORMS) if isinstance(value, str) else as_int(value)
-    if count is None or not 0 <= count <= MOST_BYTES:
-        raise refused("auto_headroom", value, HEADROOM_FORMS)
-    return count
+    return bytes_given(value, name, HEADROOM_FORMS)
 
 
-def host_memory(value: object) -> int | str | None:
+def host_memory(value: object, name: str) -> int | str:
     """Returns the option ``host_memory`` as bytes, "auto" or None."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return "auto" if value.strip().lower() == "auto" else text_to_bytes(value, "host_memory", HOST_FORMS)
-    count = as_int(value)
-    if count is None or not 0 < count <= MOST_BYTES:
-        raise refused("host_memory", value, HOST_FORMS)
-    return count
+    is_auto = isinstance(value, str) and value.strip().lower() == "auto"
+    return "auto" if is_auto else bytes_given(value, name, HOST_FORMS, least=1)
 
 
-def forms(value: object) -> tuple[str, ...] | None:
+def forms(value: object, name: str) -> tuple[str, ...]:
     """Returns the option ``store`` as names in the sequence of :data:`STORES`."""
-    if value is None:
-        return None
     given = list(value) if isinstance(value, list | tuple | Set) else []
-    if DEVICE not in given or any(name not in STORES for name in given):
-        raise refused("store", value, STORE_FORMS)
-    return tuple(name for name in STORES if name in given)
+    if DEVICE not in given or any(one not in STORES for one in given):
+        raise refused(name, value, STORE_FORMS)
+    return tuple(one for one in STORES if one in given)
 
 
-def bandwidth(value: object) -> float | None:
+def bandwidth(value: object, name: str) -> float:
     """Returns the option ``interconnect_bandwidth`` in bytes per second."""
-    if value is None:
-        return None
     if isinstance(value, str):
-        return float(text_to_bytes(value.strip().removesuffix("/s"), "interconnect_bandwidth", BANDWIDTH_FORMS))
+        return float(text_to_bytes(value.strip().removesuffix("/s"), name, BANDWIDTH_FORMS))
     if isinstance(value, bool) or not isinstance(value, Real) or not 1 <= as_float(value) <= MOST_BYTES:
-        raise refused("interconnect_bandwidth", value, BANDWIDTH_FORMS)
+        raise refused(name, value, BANDWIDTH_FORMS)
     return as_float(value)
 
 
-def slowdown(value: object) -> float | None:
+def slowdown(value: object, name: str) -> float:
     """Returns the option ``max_slowdown`` as a share of the time of the plan without a budget."""
-    if value is None:
-        return None
     if isinstance(value, str) and value == "free":
         return SETTINGS.search.free_slowdown
     share = parse_percent(value) if isinstance(value, str) else value
     if isinstance(share, bool) or not isinstance(share, Real):
-        raise refused("max_slowdown", value, SLOWDOWN_FORMS)
+        raise refused(name, value, SLOWDOWN_FORMS)
     share = as_float(share)
     if 1 < share <= 100:
         raise OptionsError(f"max_slowdown={value!r} is above 1. {likely_share(share)}Accepted: {SLOWDOWN_FORMS}")
     if not 0 <= share <= 1:
-        raise refused("max_slowdown", value, SLOWDOWN_FORMS)
+        raise refused(name, value, SLOWDOWN_FORMS)
     return share
 
 
-def plans(value: object) -> tuple[PlanFile, ...] | None:
+def plans(value: object, name: str) -> tuple[PlanFile, ...]:
     """Returns the plans that ``value`` names. Raises PlanFileError for one that cannot be read."""
-    if value is None:
-        return None
     given = value if isinstance(value, list | tuple) else [value]
     if not given:
-        raise refused("plan", value, PLAN_FORMS)
+        raise refused(name, value, PLAN_FORMS)
     found = []
     for one in given:
         if not isinstance(one, str | os.PathLike | Plan | PlanFile) or (isinstance(one, str) and not one.strip()):
-            raise refused("plan", one, PLAN_FORMS)
+            raise refused(name, one, PLAN_FORMS)
         found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
     return tuple(found)
 
 
-def saves(value: object) -> tuple[SavePattern, ...]:
+def saves(value: object, name: str) -> tuple[SavePattern, ...]:
     """Returns the option ``save``: patterns, and pairs of a pattern and the form in which its tensors are kept."""
     given = [*value.items()] if isinstance(value, Mapping) else value
     if isinstance(given, str) or not isinstance(given, Sequence | Set):
-        raise refused("save", value, SAVE_FORMS)
+        raise refused(name, value, SAVE_FORMS)
     for one in given:
         pattern, form = one if isinstance(one, tuple) and len(one) == 2 else (one, DEVICE)
         if not isinstance(pattern, str) or not pattern.strip() or form not in STORES:
-            raise refused("save", one, SAVE_FORMS)
+            raise refused(name, one, SAVE_FORMS)
     return tuple(dict.fromkeys(given))
 
 
@@ -140,41 +134,28 @@ def patterns(value: object, name: str) -> tuple[str, ...]:
 
 def parts(value: object, name: str) -> bool | int | str:
     """Returns the option ``name``, with int-like numbers of parts as ints."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
         return value
-    if isinstance(value, str) and value == "auto":
-        return value
-    count = as_int(value)
-    if count is None or not 2 <= count <= MOST_PARTS:
-        raise refused(name, value, PARTS_FORMS)
-    return count
+    return count_given(value, name, PARTS_FORMS, least=2)
 
 
-def tiles(value: object) -> bool | int | str:
+def tiles(value: object, name: str) -> bool | int | str:
     """Returns the option ``tiles``, with int-like numbers of tiles as ints."""
     if value is False or (isinstance(value, str) and value == "auto"):
         return value
-    count = None if isinstance(value, bool) else as_int(value)
-    if count is None or not 2 <= count <= MOST_PARTS:
-        raise refused("tiles", value, TILE_FORMS)
-    return count
+    return count_given(value, name, TILE_FORMS, least=2)
 
 
-def agreement(value: object) -> str | tuple[int, ...]:
+def agreement(value: object, name: str) -> str | tuple[int, ...]:
     """Returns the option ``agreement``, with ranks in ascending order."""
     if isinstance(value, str) and value in ("auto", "off"):
         return value
     ranks = [as_int(one) for one in value] if isinstance(value, list | tuple | range) else []
     if not ranks or any(rank is None or rank < 0 for rank in ranks):
-        raise refused("agreement", value, AGREEMENT_FORMS)
+        raise refused(name, value, AGREEMENT_FORMS)
     return tuple(sorted({rank for rank in ranks if rank is not None}))
 
 
-def calls(value: object) -> int | None:
+def calls(value: object, name: str) -> int:
     """Returns the option ``in_flight``, with an int-like number as an int."""
-    if value is None:
-        return None
-    count = as_int(value)
-    if count is None or not 1 <= count <= MOST_PARTS:
-        raise refused("in_flight", value, IN_FLIGHT_FORMS)
-    return count
+    return count_given(value, name, IN_FLIGHT_FORMS)

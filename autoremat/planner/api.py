@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoremat.basics.budget import budget_bytes, parse_budget
-from autoremat.basics.checks import positive_seconds
+from autoremat.basics.checks import budget_bytes, parse_budget, positive_seconds
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import progress_wanted, status_if_slow
 from autoremat.planner.exact import annealing, interval_model

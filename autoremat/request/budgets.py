@@ -5,26 +5,27 @@ Every front door asks it, and nothing behind it sees a budget as users write it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from autoremat.basics.budget import FORMS_ANYWHERE
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoremat.basics.checks import FORMS_ANYWHERE
 from autoremat.basics.errors import BudgetWarning, OptionsError, OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture.source_info import beside_the_loss
-from autoremat.measure.machine import share_of_host_memory
+from autoremat.measure.calibration import share_of_host_memory
 from autoremat.options.options import Options
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.limits import Share
-from autoremat.request.grants import granted_bytes
-from autoremat.request.limits import CommonBudget, RequestedLimits
-from autoremat.request.request import AS_A_STEP, Request
+from autoremat.request.request import AS_A_STEP, CommonBudget, Request, RequestedLimits
 from autoremat.request.surroundings import Surroundings
-from autoremat.torch_private.dynamo import in_few_words
+from autoremat.torch_private.dynamo import in_few_words, resets
 
 ADVICE_FOR_A_BLOCK = (
     "the figures are those of one block in its share of the step's budget, and generated code may need more than its plan: "
@@ -86,11 +87,11 @@ def request_of_recording(options: Options) -> Request:
     """
     share = None if options.memory_budget is None else 1.0
     host = _host_bytes(options, share_of_host_memory)
-    return Request.of(options, RequestedLimits(reference_share=share, max_slowdown=options.allowed_slowdown, host_bytes=host))
+    return Request.of(options, RequestedLimits(reference_share=share, max_slowdown=options.max_slowdown, host_bytes=host))
 
 
 def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> RequestedLimits:
-    limits = RequestedLimits(max_slowdown=options.allowed_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
+    limits = RequestedLimits(max_slowdown=options.max_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
     match budget:
         case DeviceBudget() as device:
             ledger = device.of_graph(around.given_bytes, calls.accumulates)
@@ -217,3 +218,35 @@ def refuse_shares(budget: object, tool: str) -> None:
     """Raises ``OptionsError`` unless ``budget`` can be in bytes, as ``tool`` needs it to plan steps of several sizes."""
     if isinstance(budget, float) or budget is None:
         raise OptionsError(f'memory_budget={budget!r}: {tool} needs bytes, as in "60GiB", or "auto"')
+
+
+# -- bytes granted to earlier graphs of a function ---------------------------------------------------------------------------
+
+
+Grants = dict[tuple[int, int | None, float, str], int]
+"""The most bytes granted, by the number of resets of torch, Dynamo's number of a function, the share and the compiler."""
+
+_of_parameter = WeakTensorKeyDictionary()
+_without_parameters: Grants = {}
+
+
+def _all_of(parameters: Sequence[torch.nn.Parameter]) -> list[Grants]:
+    for parameter in parameters:
+        if parameter not in _of_parameter:
+            _of_parameter[parameter] = {}
+    return [_of_parameter[parameter] for parameter in parameters] or [_without_parameters]
+
+
+def granted_bytes(function: int | None, share: float, compiler: str, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Returns the bytes that an earlier graph of ``function`` was granted under the same share; 0 if there is none."""
+    return max(grants.get((resets(), function, share, compiler), 0) for grants in _all_of(parameters))
+
+
+def note_grant(request: Request, around: Surroundings, budget_bytes: int | None) -> None:
+    """Notes the bytes that the present graph is granted, for later graphs of its function."""
+    share, compiler = request.limits.reference_share, request.options.compiler
+    if share is None or around.function is None or budget_bytes is None:
+        return
+    most = max(budget_bytes, granted_bytes(around.function, share, compiler, around.parameters))
+    for grants in _all_of(around.parameters):
+        grants[resets(), around.function, share, compiler] = most

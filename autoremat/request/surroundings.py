@@ -7,7 +7,7 @@ compiled: ``split_graphs.current_split`` for buckets and parts, ``dynamo.sharded
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from torch import fx, nn
 
 from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.source_info import graph_key
-from autoremat.device_memory.optimizer_run import rows_to_come
-from autoremat.measure.machine import share_of_host_memory
+from autoremat.device_memory.inventory import rows_to_come
+from autoremat.measure.calibration import share_of_host_memory
 from autoremat.planner.multigraph.device_budget import LedgerRow
 from autoremat.torch_private import dynamo, frames
 from autoremat.torch_private.hooks import held
@@ -29,6 +29,11 @@ FREE_STEP = 64 * 2**20
 """Bytes to a multiple of which the free bytes of a device are rounded down."""
 
 _block: ContextVar[int | None] = ContextVar("autoremat_block", default=None)
+
+Receiver = Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]], Callable[..., Any]]
+"""Returns a callable for a graph with inputs, under settings of Inductor, in place of the compiler."""
+
+_receiver: ContextVar[Receiver | None] = ContextVar("autoremat_receiver", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,3 +142,13 @@ def current_block() -> int | None:
 def running_block(number: int) -> AbstractContextManager[None]:
     """Names the block whose forward is the body."""
     return held(_block, number)
+
+
+def current_receiver() -> Receiver | None:
+    """Returns what receives the graphs of this thread in place of the compiler, for a step profile; None if nothing does."""
+    return _receiver.get()
+
+
+def received_by(receiver: Receiver) -> AbstractContextManager[None]:
+    """Hands the graphs of this thread to ``receiver`` while the body runs, also in threads that run its backwards."""
+    return held(_receiver, receiver)

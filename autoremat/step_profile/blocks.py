@@ -23,17 +23,16 @@ from autoremat.basics.errors import (
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
 from autoremat.capture.source_info import graph_key
-from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.dynamo_backend import backend
-from autoremat.compiler.interception import active_interceptor, intercepted_by
+from autoremat.compiler.peers import agreed_profile
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step import Step
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.request.budgets import is_profile, request_of
-from autoremat.request.surroundings import Surroundings, current_block, running_block
-from autoremat.step_profile.first_steps import FirstSteps
+from autoremat.request.surroundings import Surroundings, current_block, current_receiver, received_by, running_block
 from autoremat.step_profile.profile import profile_step, recorded_step, variants_of
+from autoremat.step_profile.recording import FirstSteps
 from autoremat.torch_private import autograd, compilers
 
 log = logging.getLogger("autoremat")
@@ -162,10 +161,10 @@ class CompiledBlocks(Shown):
         if not torch.is_grad_enabled():
             return self._without_plan(block, *args, **kwargs)
         with running_block(number):
-            if active_interceptor() is not None:  # profile_step
+            if current_receiver() is not None:  # profile_step
                 return self._recorded(block, *args, **kwargs)
             if self._first_steps is not None and not self._may_plan(self._first_steps):
-                with intercepted_by(self._first_steps):
+                with received_by(self._first_steps.compile):
                     return self._recorded(block, *args, **kwargs)
             return self._planned(block, *args, **kwargs)
 

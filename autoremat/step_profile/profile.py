@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoremat.basics.checks import as_int, options_of, refused
+from autoremat.basics.checks import MOST_BYTES, count_given, options_of
 from autoremat.basics.errors import OptionsError, StepProfileError
 from autoremat.basics.progress import now, status_if_slow
-from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.breaks import listen, what_dynamo_said
-from autoremat.compiler.interception import intercepted_by
+from autoremat.compiler.peers import agreed_profile
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.request.budgets import is_profile, request_of
-from autoremat.request.surroundings import Surroundings
-from autoremat.step_profile.meter import meter_of
-from autoremat.step_profile.recording import Recording
+from autoremat.request.surroundings import Surroundings, received_by
+from autoremat.step_profile.recording import Recording, meter_of
 from autoremat.torch_private import autograd, compilers, frames
 from autoremat.torch_private.tensors import tensors_in
 
@@ -80,7 +78,7 @@ def profile_step(
     taken = Recording(parsed)
     with status_if_slow("profiling the step", shown=parsed.progress):
         try:
-            with intercepted_by(taken), _undone(function):
+            with received_by(taken.compile), _undone(function):
                 # Under fully_shard these are the shards, which receive the gradients, and no leaves of the loss.
                 parameters = [parameter for module in _modules_of(function) for parameter in module.parameters()]
                 moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of, parameters)
@@ -114,10 +112,7 @@ def _accepted(options: Mapping[str, Any] | None, memory_budget: int | float | st
 
 def variants_of(value: object) -> int:
     """Returns the number of variants. Raises ``OptionsError`` for anything but an int of at least 1."""
-    count = as_int(value)
-    if count is None or count < 1:
-        raise refused("variants", value, "an int >= 1, the maximum number of different plans of one graph")
-    return count
+    return count_given(value, "variants", "an int >= 1, the maximum number of different plans of one graph", most=MOST_BYTES)
 
 
 def _measured(

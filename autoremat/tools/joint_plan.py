@@ -18,8 +18,7 @@ from autoremat.compiler.joint_graph import JointGraph, Partitioner, price_graph
 from autoremat.compiler.lowering import Partitioning, rewrite
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import plan_graph
-from autoremat.compiler.problem import Problem
-from autoremat.compiler.records import source_hash
+from autoremat.compiler.problem import Problem, source_hash
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.report import Report

@@ -32,7 +32,7 @@ from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
 from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.problem import Problem
-from autoremat.measure.machine import checked_device
+from autoremat.measure.calibration import checked_device
 from autoremat.options.options import OWN_KEYS, Options
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet, device_memory, known_cards
 from autoremat.report.report import Report

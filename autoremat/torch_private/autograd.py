@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import fx
 from torch.autograd.graph import Node
 
-from autoremat.torch_private import compilers
+from autoremat.torch_private.hooks import untraced
 from autoremat.torch_private.tensors import storage_key
-from autoremat.torch_private.untraced import untraced
 
 ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 COMPILED_NODE = "CompiledFunctionBackward"
@@ -25,19 +23,6 @@ AOTAutograd applies views of outputs outside of the graph. Each view adds a leve
 
 VMAPS_DEEP = 3
 """The number of ``vmap`` levels that are looked at in a batched gradient."""
-
-
-def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a callable for ``module`` as :func:`compilers.compile_with_inductor` does, but generates no code.
-
-    ``custom_partitioner_fn`` gets the same joint graph. The forward and the backward run op by op. No cache is read or written.
-    """
-    from torch._inductor.compile_fx import compile_fx
-
-    interpret: Any = lambda module, inputs, **_: compilers._run_uncompiled(module, inputs)  # noqa: E731
-    with compilers.without_caches():
-        compiled: Any = compile_fx(module, inputs, inner_compile=interpret, config_patches=config)
-    return cast(Callable[..., Any], compiled)
 
 
 def backward_node(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> Node | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch._guards import CompileContext
 from autoremat.basics.units import rounded
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.torch_private.frames import RESUMED, above_dynamo
+from autoremat.torch_private.hooks import is_untraced, untraced
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensors import storage_key
-from autoremat.torch_private.untraced import is_untraced, untraced
 
 BY_DDP = "DDPOptimizer intentional graph-break"
 """The begin of the reason by which torch marks a bucket of ``DistributedDataParallel`` as broken off."""
@@ -199,19 +198,19 @@ def around_each_frame(begins: Callable[..., None], ended: Callable[..., None]) -
             callbacks.append(untraced(listener))
 
 
-_mark: Callable[..., None] = lambda *_: None  # noqa: E731
-"""A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
+_resets = 0
 
 
-def until_reset() -> Callable[[], bool]:
-    """Returns a function that is true while torch has not been reset. A reset drops everything that is compiled from now on."""
-    global _mark
+def _mark(*_: object) -> None:
+    """A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
+
+
+def resets() -> int:
+    """Returns the number of resets of torch so far. Each drops everything that is compiled, and functions are numbered anew."""
+    global _resets
     from torch._dynamo.callback import callback_handler
 
-    def is_called(mark: Callable[..., None]) -> bool:
-        return any(is_untraced(callback, mark) for callback in callback_handler.start_callbacks)
-
-    if not is_called(_mark):
-        _mark = lambda *_: None  # noqa: E731  # a new object after each reset
+    if not any(is_untraced(callback, _mark) for callback in callback_handler.start_callbacks):
         around_each_frame(_mark, _mark)
-    return partial(is_called, _mark)
+        _resets += 1
+    return _resets

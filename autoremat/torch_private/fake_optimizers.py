@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from autoremat.basics.units import rounded
 from autoremat.torch_private.fake_tensors import fake_like
-from autoremat.torch_private.hooks import assigned
-from autoremat.torch_private.untraced import when_dropped
+from autoremat.torch_private.hooks import assigned, when_dropped
+from autoremat.torch_private.tensors import tensors_in
 
 READS_DATA = torch.ops.aten._local_scalar_dense.default
 """The op behind ``tensor.item()``."""
@@ -74,20 +74,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(map(is_wrapper, _tensors((args, kwargs or {})))):
+        if any(map(is_wrapper, tensors_in((args, kwargs or {})))):
             return NotImplemented  # the subclass runs ops on its inner tensors, which come here
         made = self._run(func, args, kwargs or {})
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             self.count(tensor)
         self.peak = max(self.peak, self.live + self.workspace_of(func, args, kwargs or {}, made))
         if self.counts_numbers and any(isinstance(leaf, (int, float)) for leaf in tree_leaves((args, kwargs))):
-            results = [*_tensors(made)] or [*_tensors((args, kwargs))]  # ops in place on lists of tensors return nothing
+            results = tensors_in(made) or tensors_in((args, kwargs))  # ops in place on lists of tensors return nothing
             converted = max((tensor.element_size() for tensor in results), default=0)
             self.peak = max(self.peak, self.live + NUMBER_BYTES + converted)
         return made
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        given = list(_tensors((args, kwargs)))
+        given = tensors_in((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             if func is READS_DATA:
                 self.assumed_numbers += 1
@@ -99,10 +99,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         with self.mode:
             made = func(*args, **kwargs)
         return func(*args, **kwargs) if isinstance(made, torch.Tensor) and is_number(made) else made
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass

@@ -116,10 +116,7 @@ def trace_joint(
         if not inductor:
             compilers.compile_uncompiled(module, inputs, partition)
             return
-        from torch._inductor.compile_fx import compile_fx
-
-        with compilers.without_caches():
-            compile_fx(module, inputs, _no_code, {**config, "custom_partitioner_fn": partition})
+        compilers.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partition}, _no_code)
     except Exception as error:
         if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
             raise

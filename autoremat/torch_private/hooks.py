@@ -1,4 +1,9 @@
-"""Hooks on torch's functions, methods and properties. They act only in the thread that set them."""
+"""Hooks on torch's functions, methods and properties, which act only in the thread that set them; and callbacks in a step.
+
+A step may run with Dynamo on: the user's function called ``backward()`` behind a graph break, and Dynamo looks at each Python
+frame. A callback that Dynamo calls under its own lock would then be compiled, and wait for that lock for ever. So Dynamo is
+kept from what this package has called back.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ import functools
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from autoremat.torch_private.untraced import skip_frames_of
+import torch
+from torch.autograd.graph import Node
 
 Method = Callable[..., Any]
 T = TypeVar("T")
@@ -74,6 +81,8 @@ def substituted(owner: Any, name: str, value: Method) -> contextlib.AbstractCont
 
 
 def _install(owner: Any, name: str) -> _Hooked:
+    from torch._dynamo.eval_frame import skip_code
+
     attribute: Any = inspect.getattr_static(owner, name)
     function: Method = attribute.__get__ if hasattr(attribute, "__set__") else getattr(owner, name)
 
@@ -81,8 +90,8 @@ def _install(owner: Any, name: str) -> _Hooked:
     def dispatching(*args: Any, **kwargs: Any) -> Any:
         return _hooks.get().get((owner, name), function)(*args, **kwargs)
 
-    skip_frames_of(dispatching)
     installed: Any = dispatching
+    skip_code(installed.__code__)  # Dynamo still looks at what it calls
     if hasattr(attribute, "__set__"):
         installed = property(dispatching, attribute.__set__)
     elif isinstance(attribute, staticmethod | classmethod):
@@ -111,3 +120,34 @@ def assigned(owner: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable(reason="autoremat watches the step")  # type: ignore[no-untyped-call,untyped-decorator]
+def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def untraced(function: Callable[..., Any]) -> functools.partial[Any]:
+    """Returns ``function`` for torch or Python to call back: Dynamo traces neither it nor what it calls."""
+    return functools.partial(_call, function)
+
+
+def is_untraced(callback: object, function: Callable[..., Any]) -> bool:
+    """Returns True if ``callback`` is a result of :func:`untraced` for ``function``."""
+    return isinstance(callback, functools.partial) and callback.func is _call and callback.args[0] is function
+
+
+def around_backward(node: Node, begins: Callable[..., Any] | None = None, ends: Callable[..., Any] | None = None) -> None:
+    """Calls ``begins`` with the gradients before the backward of ``node``, and ``ends`` after it."""
+    if begins is not None:
+        node.register_prehook(untraced(begins))
+    if ends is not None:
+        node.register_hook(untraced(ends))
+
+
+def when_dropped(value: object, function: Callable[..., Any], *args: Any) -> None:
+    """Calls ``function`` once nothing refers to ``value`` any more, which may be anywhere; not at the end of the process."""
+    weakref.finalize(value, untraced(function), *args).atexit = False

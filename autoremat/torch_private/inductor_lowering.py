@@ -233,23 +233,42 @@ def _keep_ancestors_that_run_before(scheduler: Any) -> None:
             part.ancestors &= started
 
 
-@contextlib.contextmanager
-def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool]) -> Iterator[None]:
-    """Makes Inductor prefer memory over speed while active, if ``wanted()``.
+def _chain_draws(scheduler: Any) -> None:
+    """Keeps the graph's sequence of ATen's kernels that draw random numbers.
 
-    Backward graphs keep their sequence (see ``_pin_order``), and forward graphs too if ``pins_forward()``. Buffers are freed
-    after their last use, and none is kept for a later one. Nodes that no CUDA graph can record stay at their places. Inductor
-    would move those that compute results, such as gradients of parameters, to the end of the graph, and keep what they read.
+    They share a generator. Inductor's own dependencies between them go by their results, and are lost with a result that nobody
+    reads. Its reordering for memory, which depends on the saved tensors, could then give one tensor the numbers of another.
+    """
+    from torch._inductor.ir import ExternKernel
+
+    last = None
+    for node in scheduler.nodes:
+        op = node.node.op_overload if isinstance(node.node, ExternKernel) else None
+        if isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+            if last is not None:
+                _run_after(node, last)
+            last = node
+
+
+@contextlib.contextmanager
+def sequenced(memory_first: Callable[[], bool], pins_forward: Callable[[], bool]) -> Iterator[None]:
+    """Makes Inductor keep the sequence of random draws while active, and prefer memory over speed if ``memory_first()``.
+
+    Backward graphs then keep their sequence (see ``_pin_order``), and forward graphs too if ``pins_forward()``. Buffers are
+    freed after their last use, and none is kept for a later one. Nodes that no CUDA graph can record stay at their places.
+    Inductor would move those that compute results, such as gradients of parameters, to the end of the graph, and keep what they
+    read.
     """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
     def is_pinned() -> bool:
-        return wanted() and (V.graph.is_backward or pins_forward())
+        return memory_first() and (V.graph.is_backward or pins_forward())
 
     def compute_and_pin(compute: Method, scheduler: Any) -> None:
         compute(scheduler)
+        _chain_draws(scheduler)
         if is_pinned():
             _pin_order(scheduler)
 
@@ -259,7 +278,7 @@ def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool]) -
         compute(scheduler)
 
     def generate_compactly(generate: Method, lowering: Any) -> Any:
-        if not wanted():
+        if not memory_first():
             return generate(lowering)
         compact = {"allow_buffer_reuse": False, "triton.reorder_for_reducing_graph_partitions": False}
         with inductor_config.patch(compact):
@@ -274,65 +293,19 @@ def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool]) -
 
 
 @contextlib.contextmanager
-def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
-    """Makes each random number in this thread's kernels depend only on its seed and its position, while active.
+def kernels_corrected(patches: Mapping[str, Any]) -> Iterator[None]:
+    """Makes random numbers in this thread's kernels depend only on seed and position, and sums add to the right elements.
 
     Torch 2.13 and later can draw four numbers at once in one-dimensional CUDA kernels. Two-dimensional kernels then draw other
     numbers for the same seed, so the backward would recompute a dropout mask that differs from the forward's. ``patches`` are
     the compilation's own Inductor settings, on top of the global ones.
-    """
-    from torch._inductor.codegen.triton import TritonOverrides
 
-    if resolve("torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random") is None:
-        yield
-        return
-    if patches.get("use_rand4x", resolve("torch._inductor.config:use_rand4x")):
-        warn_user(
-            "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different numbers "
-            "for the same seed, and a recomputed dropout another mask. Leave the setting off here",
-            OptionWarning,
-        )
-
-    with hooked(TritonOverrides, "_can_use_4x_random", lambda _: False):
-        yield
-
-
-@contextlib.contextmanager
-def draws_in_sequence() -> Iterator[None]:
-    """Makes ATen's kernels that draw random numbers keep the graph's sequence in this thread's code, while active.
-
-    They share a generator. Inductor's own dependencies between them go by their results, and are lost with a result that nobody
-    reads. Its reordering for memory, which depends on the saved tensors, could then give one tensor the numbers of another.
-    """
-    from torch._inductor.ir import ExternKernel
-    from torch._inductor.scheduler import Scheduler
-
-    def compute_and_chain(compute: Method, scheduler: Any) -> None:
-        compute(scheduler)
-        last = None
-        for node in scheduler.nodes:
-            op = node.node.op_overload if isinstance(node.node, ExternKernel) else None
-            if isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
-                if last is not None:
-                    _run_after(node, last)
-                last = node
-
-    with hooked(Scheduler, "compute_dependencies", compute_and_chain):
-        yield
-
-
-@contextlib.contextmanager
-def sums_at_their_places() -> Iterator[None]:
-    """Makes this thread's kernels for CPUs add to the right elements in tiled loops with several threads, while active.
-
-    Before torch 2.14, Inductor adds the offset in the tile to such an index twice. The kernel then writes behind the buffer
-    (https://github.com/pytorch/pytorch/issues/191837). Loops are tiled if they read tensors of different layouts.
+    Before torch 2.14, Inductor adds the offset in the tile twice to the index of a sum, in tiled loops of a CPU with several
+    threads. The kernel then writes behind the buffer (https://github.com/pytorch/pytorch/issues/191837). Loops are tiled if
+    they read tensors of different layouts.
     """
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
-
-    if resolve("torch._inductor.codegen.cpp:CppVecKernel._use_parallel_atomic_add") is not None:  # torch's own correction
-        yield
-        return
+    from torch._inductor.codegen.triton import TritonOverrides
 
     def store(method: Method, kernel: Any, name: str, index: Any, value: Any, mode: Any = None) -> None:
         with_threads = inductor_config.cpp.dynamic_threads or kernel.num_threads > 1
@@ -341,7 +314,17 @@ def sums_at_their_places() -> Iterator[None]:
         else:
             method(kernel, name, index, value, mode)
 
-    with hooked(CppTile2DKernel, "store", store):
+    with contextlib.ExitStack() as hooks:
+        if resolve("torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random") is not None:
+            if patches.get("use_rand4x", resolve("torch._inductor.config:use_rand4x")):
+                warn_user(
+                    "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different "
+                    "numbers for the same seed, and a recomputed dropout another mask. Leave the setting off here",
+                    OptionWarning,
+                )
+            hooks.enter_context(hooked(TritonOverrides, "_can_use_4x_random", lambda _: False))
+        if resolve("torch._inductor.codegen.cpp:CppVecKernel._use_parallel_atomic_add") is None:  # torch's own correction
+            hooks.enter_context(hooked(CppTile2DKernel, "store", store))
         yield
 
 

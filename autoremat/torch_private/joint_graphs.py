@@ -157,15 +157,6 @@ def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object
     return forward, backward
 
 
-def device_of(joint: fx.GraphModule) -> torch.device:
-    """Returns the device of the step: the first accelerator that holds a node's value, else the CPU."""
-    for node in joint.graph.nodes:
-        tensor = node.meta.get("val")
-        if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
-            return tensor.device
-    return torch.device("cpu")
-
-
 def joint_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
     """Returns the nodes (or constants) that the forward returns, and those that the backward returns."""
     (output,) = joint.graph.find_nodes(op="output")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,11 @@ from autoremat.torch_private.symbolic_sizes import most
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Returns the tensors in nested containers, in sequence."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Returns the device of the first tensor on an accelerator, else the CPU."""
+    return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -21,8 +21,7 @@ from autoremat.basics.units import rounded
 from autoremat.ops import op_traits
 from autoremat.ops.declarations import grouped_workspace, is_plain_matrix
 from autoremat.planner.graph.op import Kind
-from autoremat.torch_private.compilers import lays_channels_last
-from autoremat.torch_private.kernel_settings import packs_operands
+from autoremat.torch_private.compilers import lays_channels_last, packs_operands
 from autoremat.torch_private.symbolic_sizes import most, size_hint
 from autoremat.torch_private.tensors import tensor_bytes, tensors_in
 from autoremat.workspaces.measurement import Layout, measured
@@ -211,13 +210,7 @@ def layouts_under_inductor(node: fx.Node, runs_on: str) -> tuple[Layout | None, 
 
 
 def _lies_in_order(tensor: torch.Tensor) -> bool:
-    """Returns True if the last dimension is dense and the others follow without gaps."""
-    length = 1
-    for size, stride in zip(map(size_hint, reversed(tensor.shape)), map(size_hint, reversed(tensor.stride())), strict=True):
-        if size != 1 and stride != length:
-            return False
-        length *= size
-    return True
+    return bool(op_traits.without_data(tensor).is_contiguous())
 
 
 def _cpu_product(*operands: Any, **_: Any) -> int | None:

@@ -40,7 +40,7 @@ def state_layout_copies(joint: fx.GraphModule) -> int:
         result                      = convolution(image, weight_laid)
         for_image, for_weight, _    = convolution_backward(gradient, image, weight_laid)
 
-    Results keep the layouts with which they were traced (:func:`.results_as_traced`): callers of the forward rely on them.
+    Results keep the layouts with which they were traced (:func:`.laid_out_as_planned`): callers of the forward rely on them.
     Returns the number of copies.
     """
     copies: dict[fx.Node, fx.Node] = {}

@@ -17,7 +17,7 @@ from reports import report_for
 from autoremat.basics import disk_cache
 from autoremat.basics.codec import Codec
 from autoremat.basics.errors import OptionsError
-from autoremat.compiler import records
+from autoremat.compiler import problem as records
 from autoremat.compiler.problem import Record
 
 
@@ -30,10 +30,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_record_comes_back_as_it_was(folder):
     record = Record(report_for(16 << 20, compiled_peak_bytes=5, replans=1), extra_headroom_bytes=77)
-    records.save("key", Record(None, 1))
-    records.save("key", record)
-    assert records.load("key") == record
-    assert records.load("nothing") is None
+    records.save_record("key", Record(None, 1))
+    records.save_record("key", record)
+    assert records.load_record("key") == record
+    assert records.load_record("nothing") is None
     assert [path.name for path in folder.iterdir()] == ["key.json"]
 
 
@@ -60,14 +60,14 @@ def test_spaces_around_variables_are_no_part_of_them(folder, monkeypatch):
 def test_a_broken_record_is_as_good_as_none(folder, text):
     folder.mkdir(parents=True)
     (folder / "key.json").write_bytes(text.encode("latin-1"))
-    assert records.load("key") is None
+    assert records.load_record("key") is None
 
 
 def test_a_folder_that_cannot_be_made_is_said_once_and_is_no_error(folder, monkeypatch, caplog):
     folder.parent.write_text("in the way")
     for _ in range(3):
-        records.save("key", Record(None))
-        assert records.load("key") is None
+        records.save_record("key", Record(None))
+        assert records.load_record("key") is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert str(folder.parent) in record.getMessage()
@@ -75,16 +75,16 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_is_no_error(folder, monke
 
 
 def test_an_interrupted_write_leaves_the_old_record_and_nothing_else(folder, monkeypatch, caplog):
-    records.save("key", Record(None, 1))
+    records.save_record("key", Record(None, 1))
 
     def full(*_: object) -> None:
         raise OSError(28, "no space left on device")
 
     monkeypatch.setattr(disk_cache.os, "replace", full)
-    records.save("key", Record(None, 2))
+    records.save_record("key", Record(None, 2))
     monkeypatch.undo()
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(folder.parent))
-    assert records.load("key") == Record(None, 1)
+    assert records.load_record("key") == Record(None, 1)
     assert [path.name for path in folder.iterdir()] == ["key.json"]
     assert "no space left on device" in caplog.text
 
@@ -95,7 +95,7 @@ def test_what_is_no_file_of_ours_is_said_once_and_as_good_as_none(folder, make, 
     make(folder / "key.json")
     descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(3):
-        assert records.load("key") is None
+        assert records.load_record("key") is None
     (record,) = caplog.records
     assert "key.json: it " in record.getMessage()
     assert descriptors in (0, len(os.listdir("/proc/self/fd")))
@@ -118,18 +118,18 @@ def test_what_a_killed_process_left_goes_after_a_while(folder):
     for name, age in (("old", 2 * disk_cache.LEFT_OVER), ("young", 10.0)):
         (folder / f"{name}.tmp").write_text("x")
         os.utime(folder / f"{name}.tmp", (time.time() - age,) * 2)
-    records.save("key", Record(None))
+    records.save_record("key", Record(None))
     assert sorted(path.name for path in folder.iterdir()) == ["key.json", "young.tmp"]
 
 
 def test_a_size_that_is_none_is_refused(folder, monkeypatch):
     monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "much")
     with pytest.raises(OptionsError, match="AUTOREMAT_CACHE_SIZE: 'much' is not a number of bytes"):
-        records.save("key", Record(None))
+        records.save_record("key", Record(None))
 
 
 def test_clearing_leaves_what_is_not_ours(folder):
-    records.save("key", Record(report_for(16 << 20)))
+    records.save_record("key", Record(report_for(16 << 20)))
     disk_cache.write_text("rates", "device", "{}")
     (folder / "notes.txt").write_text("mine")
     assert disk_cache.clear() > 0

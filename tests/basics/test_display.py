@@ -19,12 +19,11 @@ from rich.console import Console
 from torch import fx, nn
 
 import autoremat
-from autoremat.basics import progress
+from autoremat.basics import environment, progress
 from autoremat.basics.display import PlainTable
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.units import bytes_apart, format_bytes, format_seconds, parse_bytes
 from autoremat.capture.source_info import origin
-from autoremat.options.options import PROGRESS_VARIABLE
 from autoremat.planner.search.pareto_front import HEADROOM_NOTE
 from autoremat.report.text_tables import short_source
 
@@ -196,7 +195,7 @@ def test_an_error_ends_it_and_passes_through(told):
 
 
 def test_a_compilation_says_what_it_does(monkeypatch, told):
-    monkeypatch.setenv(PROGRESS_VARIABLE, "1")
+    monkeypatch.setenv(environment.PROGRESS, "1")
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     step = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options={"compiler": "aot_eager"})
     step(torch.randn(64, 8)).backward()
@@ -208,7 +207,7 @@ def test_a_compilation_says_what_it_does(monkeypatch, told):
 
 
 def test_silence_is_an_option_that_no_plan_depends_on(monkeypatch, told):
-    monkeypatch.setenv(PROGRESS_VARIABLE, "1")
+    monkeypatch.setenv(environment.PROGRESS, "1")
     assert autoremat.Options.parse().progress
     assert not autoremat.Options.parse({"progress": False}).progress
     assert key_of(autoremat.Options(progress=False)) == key_of(autoremat.Options())
@@ -217,7 +216,7 @@ def test_silence_is_an_option_that_no_plan_depends_on(monkeypatch, told):
     assert not told.getvalue()
     autoremat.explain(model, torch.randn(4, 8), options={"compiler": "aot_eager"})
     assert "explaining" in told.getvalue()
-    monkeypatch.setenv(PROGRESS_VARIABLE, "loud")
+    monkeypatch.setenv(environment.PROGRESS, "loud")
     with pytest.raises(autoremat.OptionsError, match="AUTOREMAT_PROGRESS='loud'"):
         autoremat.Options.parse()
 

@@ -15,7 +15,7 @@ from trained_steps import trained
 from wrapper_sources import replay_peak
 
 import autoremat
-from autoremat.capture.work import product_type, shapes_of
+from autoremat.capture.pricing import product_type, shapes_of
 from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.cost.rates import Attention, AttentionKernel, Product
 

@@ -18,8 +18,7 @@ from autoremat.basics import disk_cache
 from autoremat.basics.errors import OptionsError, OptionWarning
 from autoremat.capture import capture as capturing
 from autoremat.capture.capture import Capture, capture
-from autoremat.capture.pricing import Prices
-from autoremat.capture.work import arithmetic_of, work_of
+from autoremat.capture.pricing import Prices, arithmetic_of, work_of
 from autoremat.measure import calibration
 from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.cost.rates import BATCH, Curve, Rate, Rates, curve_name

@@ -16,7 +16,8 @@ from processes import run_ranks, values
 from torch import nn
 
 import autoremat
-from autoremat.compiler import compile_loop, joint_graph, records
+from autoremat.compiler import compile_loop, joint_graph
+from autoremat.compiler import problem as records
 
 pytestmark = pytest.mark.slow
 

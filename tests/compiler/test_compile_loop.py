@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
 from autoremat.basics.errors import OptionsError
-from autoremat.compiler import compile_loop, records
+from autoremat.compiler import compile_loop
+from autoremat.compiler import problem as records
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.lowering import Partitioning
-from autoremat.compiler.problem import Problem
-from autoremat.compiler.records import fingerprint
+from autoremat.compiler.problem import Problem, fingerprint
 from autoremat.options.options import Options
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.planner import Planner
@@ -30,7 +30,7 @@ from autoremat.request import surroundings
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
-from autoremat.torch_private import compilers, kernel_settings
+from autoremat.torch_private import compilers
 from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
@@ -49,7 +49,7 @@ def fake_lower(monkeypatch: pytest.MonkeyPatch, code_peaks: Sequence[int]) -> li
         return (None if verdict else "compiled"), halves, verdict
 
     monkeypatch.setattr(compile_loop, "lower", lower)
-    monkeypatch.setattr(compile_loop.records, "load", lambda key: None)
+    monkeypatch.setattr(compile_loop, "load_record", lambda key: None)
     return found
 
 
@@ -155,11 +155,11 @@ def test_code_of_an_earlier_attempt_counts_where_a_cache_answers_for_an_equal_ha
 def test_a_record_with_an_implausible_headroom_counts_as_absent(number: object, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {"report": None, "extra_headroom_bytes": 512, "agreement": ""}
     monkeypatch.setattr(records, "read_text", lambda *_: json.dumps(stored))
-    assert records.load("key") == records.Record(None, 512)
+    assert records.load_record("key") == records.Record(None, 512)
     stored["extra_headroom_bytes"] = -512  # of a plan that is looser than the budget
-    assert records.load("key") == records.Record(None, -512)
+    assert records.load_record("key") == records.Record(None, -512)
     stored["extra_headroom_bytes"] = number  # type: ignore[assignment]
-    assert records.load("key") is None
+    assert records.load_record("key") is None
 
 
 SECOND = torch.device("cuda", 1)
@@ -247,7 +247,7 @@ def test_the_key_changes_with_the_processor(monkeypatch):
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")
         keys.append(key())
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_settings, "packs_operands", lambda dtype: None)
+        patch.setattr(compilers, "packs_operands", lambda dtype: None)
         keys.append(key())
     assert not any(one == other for one, other in itertools.combinations(keys, 2))
 

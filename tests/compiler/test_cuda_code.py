@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import OptionWarning, explain
-from autoremat.capture.work import product_type
+from autoremat.capture.pricing import product_type
 from autoremat.compiler import compile_loop, replay_context
 from autoremat.compiler.lowering import Partitioning, lower
 from autoremat.compiler.planning import plan_graph
@@ -20,7 +20,7 @@ from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.request.request import Request
-from autoremat.torch_private import MINOR, allocator, compilers, inductor_lowering, kernel_settings, resolve
+from autoremat.torch_private import MINOR, allocator, compilers, inductor_lowering, resolve
 from autoremat.workspaces.formulas import SMALL
 
 
@@ -90,13 +90,13 @@ def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, 
 
 def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
     (product,) = traced_product()
-    other, products = kernel_settings.float32_precision(), torch.backends.cuda.matmul
+    other, products = compilers.float32_precision(), torch.backends.cuda.matmul
     before = products.fp32_precision
     try:
         products.fp32_precision = "tf32"
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
-        assert kernel_settings.float32_precision() != other
+        assert compilers.float32_precision() != other
         assert product_type(product) == TF32
         options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()

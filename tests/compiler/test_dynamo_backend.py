@@ -27,9 +27,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionsError, OptionWarning, Report
+from autoremat.basics import environment
 from autoremat.basics.errors import find_cause
 from autoremat.compiler import dynamo_backend, lowering, planning
-from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
@@ -207,7 +207,7 @@ def budget_used(**options: object) -> int | None:
 def test_options_win_over_configure_and_configure_over_the_environment(monkeypatch):
     autoremat.configure(compiler="aot_eager")
     assert budget_used() is None
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "10MiB")
+    monkeypatch.setenv(environment.BUDGET, "10MiB")
     assert budget_used() == GENEROUS
     with pytest.warns(OptionWarning, match=r"configure\(memory_budget=...\) comes too late"):
         autoremat.configure(memory_budget="20MiB")

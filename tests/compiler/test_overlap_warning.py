@@ -152,11 +152,11 @@ def test_graphs_under_shares_and_graphs_on_other_devices_are_alone(watch):
     report = autoremat.reports()[-1]
     plan = replace(report.plan, budget_bytes=report.predicted_peak_bytes)
     stage = watch_module.Watched(replace(report, plan=plan), by_share=False)
-    others = [watch_module._Open(stage, torch.device("cuda", index)) for index in range(2)]
+    others = [watch_module.Call(watch, stage, torch.device("cuda", index)) for index in range(2)]
     watch.open.update(enumerate(others))
-    watch.judge(watch_module._Open(stage, torch.device("cuda", 2)), stage.report.peak_bytes)
+    watch.judge(watch_module.Call(watch, stage, torch.device("cuda", 2)), stage.report.peak_bytes)
     with pytest.warns(BudgetWarning, match="one earlier call holds"):
-        watch.judge(watch_module._Open(stage, torch.device("cuda", 1)), stage.report.peak_bytes)
+        watch.judge(watch_module.Call(watch, stage, torch.device("cuda", 1)), stage.report.peak_bytes)
 
 
 def test_a_graph_that_views_what_an_earlier_one_made_has_no_backward_of_that(watch):

@@ -21,7 +21,8 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.errors import find_cause
-from autoremat.compiler import compile_loop, dynamo_backend, joint_graph, peers, records
+from autoremat.compiler import compile_loop, dynamo_backend, joint_graph, peers
+from autoremat.compiler import problem as records
 from autoremat.compiler.exchange import Session
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.torch_private import compilers

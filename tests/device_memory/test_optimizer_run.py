@@ -15,7 +15,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 import autoremat
-from autoremat.device_memory.optimizer_run import live_optimizers, optimizer_memory, rows_to_come
+from autoremat.device_memory.inventory import live_optimizers, optimizer_memory, rows_to_come
 from autoremat.request.budgets import request_of
 from autoremat.request.surroundings import Surroundings
 
@@ -157,7 +157,7 @@ def test_auto_leaves_room_for_state_that_does_not_exist_yet(monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     device = torch.device("cpu")
     assert optimizer in live_optimizers(device)
-    monkeypatch.setattr("autoremat.device_memory.optimizer_run.live_optimizers", lambda device: [optimizer])
+    monkeypatch.setattr("autoremat.device_memory.inventory.live_optimizers", lambda device: [optimizer])
     around = partial(Surroundings, device, free_bytes_of=lambda device: 2**30)
     options = autoremat.Options(memory_budget="auto", auto_headroom=2**20)
     limits = request_of(options, around()).limits
@@ -171,6 +171,6 @@ def test_auto_leaves_room_for_state_that_does_not_exist_yet(monkeypatch):
 
 def test_auto_warns_of_an_optimizer_that_cannot_be_predicted(monkeypatch):
     optimizer = Sorting(Model(1).parameters())
-    monkeypatch.setattr("autoremat.device_memory.optimizer_run.live_optimizers", lambda device: [optimizer])
+    monkeypatch.setattr("autoremat.device_memory.inventory.live_optimizers", lambda device: [optimizer])
     with pytest.warns(autoremat.BudgetWarning, match=r'device_budget\("auto", model, optimizer\)'):
         assert rows_to_come(torch.device("cpu")) == ()

@@ -14,10 +14,11 @@ from torch import fx
 
 from autoremat.basics import disk_cache
 from autoremat.cli import main
-from autoremat.measure import calibration, signatures
-from autoremat.measure.machine import MAX_RUNS, Stopwatch, outside_of_modes
+from autoremat.measure import calibration
+from autoremat.measure.calibration import MAX_RUNS, Stopwatch, outside_of_modes
 from autoremat.measure.microbenchmarks import FUSED, ROW, Place, Recipe, recipes
 from autoremat.planner.cost.rates import Curve, Rate, Rates, curve_name
+from autoremat.workspaces import measurement
 
 CPU = torch.device("cpu")
 
@@ -149,7 +150,7 @@ def test_equal_calls_have_equal_signatures_and_others_do_not():
     def function(x, y):
         return torch.mm(x, x), torch.mm(x, x), torch.mm(x.t(), x), torch.mm(x, y), torch.cumsum(x, 0), torch.cumsum(x, 1)
 
-    names = [signatures.signature(n) for n in nodes_of(function, x, y) if "aten.t." not in str(n.target)]
+    names = [measurement.signature(n) for n in nodes_of(function, x, y) if "aten.t." not in str(n.target)]
     assert names[0] == names[1]
     assert len(set(names)) == 5
 
@@ -167,7 +168,7 @@ def test_equal_calls_have_equal_signatures_and_others_do_not():
 def test_ops_run_by_themselves_on_tensors_of_their_own_shapes(function, inputs):
     node = nodes_of(function, *inputs)[-1]
     node = node.args[0] if "getitem" in str(node.target) else node
-    args, kwargs = torch.utils._pytree.tree_map(signatures.real, signatures.arguments(node))
+    args, kwargs = torch.utils._pytree.tree_map(measurement.real, measurement.arguments(node))
     result, traced = node.target(*args, **kwargs), node.meta["val"]
     pairs = zip(result, traced, strict=True) if isinstance(result, tuple) else [(result, traced)]
     assert all((made.shape, made.stride(), made.dtype) == (fake.shape, fake.stride(), fake.dtype) for made, fake in pairs)

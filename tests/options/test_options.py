@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from requests_of_options import budget_with, key_of, request_with
 
+from autoremat.basics.environment import BUDGET, COST_MODEL
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import (
-    COST_MODEL_VARIABLE,
-    DEFAULT_AUTO_HEADROOM,
-    ENVIRONMENT_VARIABLE,
     OWN_KEYS,
     Options,
     configure,
@@ -30,7 +28,7 @@ INDUCTOR_KEYS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "fall
 
 @pytest.fixture(autouse=True)
 def no_cost_model_from_outside(monkeypatch, isolated_options):
-    monkeypatch.delenv(COST_MODEL_VARIABLE)  # set for all other tests
+    monkeypatch.delenv(COST_MODEL)  # set for all other tests
 
 
 def parse(options=None, mode=None):
@@ -132,12 +130,12 @@ def test_precedence_of_the_budget(monkeypatch, options, configured, environment,
     if configured:
         configure(**configured)
     if environment is not None:
-        monkeypatch.setenv(ENVIRONMENT_VARIABLE, environment)
+        monkeypatch.setenv(BUDGET, environment)
     assert parse(options).memory_budget == expected
 
 
 def test_a_bad_environment_is_not_read_when_it_does_not_count(monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "lots")
+    monkeypatch.setenv(BUDGET, "lots")
     assert parse({"memory_budget": 1}).memory_budget == 1
 
 
@@ -145,7 +143,7 @@ def test_a_bad_environment_is_not_read_when_it_does_not_count(monkeypatch):
     ("text", "expected"), [("6GiB", 6 * 2**30), ("1.0", 1.0), ("5e-1", 0.5), ("None", None), (" 123456 ", 123456)]
 )
 def test_environment_forms(monkeypatch, text, expected):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
+    monkeypatch.setenv(BUDGET, text)
     budget = parse().memory_budget
     assert budget == expected
     assert type(budget) is type(expected)
@@ -180,7 +178,7 @@ def test_a_share_is_floored_and_within_the_baseline(baseline, share):
     ("budget", "baseline", "free", "expected"),
     [
         (0.7, 10, None, 7), (0.5, 101, None, 50), (1.0, 2**60 + 1, None, 2**60 + 1), (123, 10, None, 123), (123, 10, 1, 123),
-        (None, 10, 1, None), ("auto", 10, DEFAULT_AUTO_HEADROOM + 9, 9),
+        (None, 10, 1, None), ("auto", 10, 2**29 + 9, 9),
     ],
 )  # fmt: skip
 def test_resolve_budget(budget, baseline, free, expected):

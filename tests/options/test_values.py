@@ -18,7 +18,7 @@ from requests_of_options import CPU, around, key_of, profile, request_with
 
 from autoremat.basics import disk_cache, environment
 from autoremat.basics.errors import OptionsError, OptionWarning, PlanFileError
-from autoremat.measure import machine
+from autoremat.measure import calibration
 from autoremat.options.options import OWN_KEYS, Options, configure, note_compiled
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.surroundings import Surroundings
@@ -240,7 +240,7 @@ def free_of(tmp_path):
         for name, text in control.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
-        return machine.free_host_bytes(tmp_path / "meminfo", tmp_path)
+        return calibration.free_host_bytes(tmp_path / "meminfo", tmp_path)
 
     return found
 
@@ -253,13 +253,13 @@ def test_free_memory_is_that_of_the_machine_and_of_the_control_group(free_of):
 
 
 def test_the_machine_is_divided_by_its_ranks(monkeypatch):
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 100 * GIB + 5)
+    monkeypatch.setattr(calibration, "free_host_bytes", lambda: 100 * GIB + 5)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert machine.share_of_host_memory() == 32 * GIB
+    assert calibration.share_of_host_memory() == 32 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert machine.ranks_of_machine() == 8
-    assert machine.share_of_host_memory() == 4 * GIB
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 80 * GIB)  # a later process finds the same
-    assert machine.share_of_host_memory() == 4 * GIB
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 0)
-    assert machine.share_of_host_memory() == 0
+    assert calibration.ranks_of_machine() == 8
+    assert calibration.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(calibration, "free_host_bytes", lambda: 80 * GIB)  # a later process finds the same
+    assert calibration.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(calibration, "free_host_bytes", lambda: 0)
+    assert calibration.share_of_host_memory() == 0

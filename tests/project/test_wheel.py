@@ -15,8 +15,8 @@ import pytest
 from folders import ROOT
 from reports import report_for
 
+from autoremat.basics import environment
 from autoremat.basics.errors import ISSUES
-from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +121,7 @@ def test_the_command_is_installed_with_what_it_needs(python, tmp_path):
 
 
 def test_the_backend_is_found_by_name_without_an_import_of_ours(python, tmp_path, monkeypatch):
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "1MiB")
+    monkeypatch.setenv(environment.BUDGET, "1MiB")
     code = (
         "import torch, sys\n"
         "assert 'autoremat' in torch._dynamo.list_backends()\n"

@@ -13,8 +13,7 @@ import autoremat
 from autoremat import BudgetWarning, Options, OptionWarning
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.request.budgets import request_of, requests_of
-from autoremat.request.limits import RequestedLimits
-from autoremat.request.request import AS_A_STEP
+from autoremat.request.request import AS_A_STEP, RequestedLimits
 from autoremat.request.surroundings import running_block
 
 MODULE = fx.symbolic_trace(nn.Identity())

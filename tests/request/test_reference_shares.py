@@ -21,8 +21,7 @@ from autoremat.compiler.peers import Members
 from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.report.report import Report
-from autoremat.request.limits import RequestedLimits
-from autoremat.request.request import Request
+from autoremat.request.request import Request, RequestedLimits
 
 EAGER = {"compiler": "aot_eager"}
 INPUT = (torch.randn(512, 64),)

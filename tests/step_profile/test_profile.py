@@ -14,12 +14,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
 from autoremat.compiler import dynamo_backend
-from autoremat.compiler.agreed_profile import Gathers, agreed_profile
+from autoremat.compiler.peers import Gathers, agreed_profile
 from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import Step, StepGraph
 from autoremat.planner.plans.limits import PlanPoint, Share
-from autoremat.request.limits import RequestedLimits
-from autoremat.request.request import Request
+from autoremat.request.request import Request, RequestedLimits
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

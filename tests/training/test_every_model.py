@@ -102,7 +102,7 @@ def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["torch_private.inductor_lowering._lowered_peak", "compiler.records.load"])
+@pytest.mark.parametrize("stage", ["torch_private.inductor_lowering._lowered_peak", "compiler.compile_loop.load_record"])
 def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     expected = gradient(product, backend="inductor")
     failing(monkeypatch, stage, RuntimeError("as if"))

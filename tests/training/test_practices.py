@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat import host_memory
+from autoremat.basics import environment
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.capture import forms
-from autoremat.options.options import ENVIRONMENT_VARIABLE
 from autoremat.planner.settings import SETTINGS
 from autoremat.report.decisions import Decision
 from autoremat.request import surroundings
@@ -60,7 +60,7 @@ def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkey
         assert measured_step(compiled, model, inputs) <= report.predicted_peak_bytes <= report.budget_bytes
         added.append(report.recompute_seconds)
     assert added[0] > added[1] == fastest.recompute_seconds
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")  # for who can only name a backend
+    monkeypatch.setenv(environment.BUDGET, "auto")  # for who can only name a backend
     planned(step, *inputs)
     assert autoremat.reports()[-1].budget_bytes == (1 << 34) - autoremat.Options().auto_headroom
 

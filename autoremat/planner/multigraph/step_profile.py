@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autoremat.basics.budget import budget_bytes, parse_budget
+from autoremat.basics.checks import budget_bytes, parse_budget
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.units import format_bytes, format_seconds

@@ -23,7 +23,7 @@ from autoremat.planner.plans.limits import PlanPoint, Share, output_bytes, point
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.budgets import requests_of
-from autoremat.request.limits import RequestedLimits
+from autoremat.request.request import RequestedLimits
 from autoremat.request.surroundings import Surroundings
 
 POINTS = st.builds(PlanPoint, st.integers(0, 9).map(float), *[st.integers(0, 60)] * 3)
