@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -254,55 +255,31 @@ def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequen
     return arriving
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A stretch of the graph, from the first node that makes a value to the last one that reads it.
-
-    ``bytes`` is None if no cut may separate these nodes.
-    """
-
-    first: int
-    last: int
-    bytes: int | None
-
-    def joined(self, other: _Span) -> _Span:
-        size = None if self.bytes is None or other.bytes is None else min(self.bytes, other.bytes)
-        return _Span(min(self.first, other.first), max(self.last, other.last), size)
-
-
 def _crossing_bytes(module: fx.GraphModule, nodes: Sequence[fx.Node], device_type: str) -> list[int | None]:
-    """Returns, for each of ``nodes``, the bytes of the results that a cut before it would cross; None if none may be there."""
-    spans = _spans(module, nodes, device_type)
+    """Returns, for each of ``nodes``, the bytes of the results that a cut before it would cross; None if none may be there.
+
+    Views cross with their base. A tensor that changes in place stays within a part: a plan may save it before the change, where
+    eager code would not.
+    """
+    place = {node: i for i, node in enumerate(nodes)}
+    touched, sizes = defaultdict[int, list[int]](list), defaultdict[int, list[int | None]](list)
+    for node in module.graph.nodes:
+        value, places = node.meta.get("example_value"), [place[one] for one in (node, *node.users) if one in place]
+        if node.op in ("get_attr", "output") or switches_autocast(node) or isinstance(value, torch.SymInt | int):
+            continue  # torch repeats these in each part, or hands them over
+        if isinstance(value, torch.Tensor) and places:
+            touched[storage_key(value)] += places
+            size = 0 if node.op == "placeholder" else storage_bytes(value, device_type)
+            sizes[storage_key(value)].append(None if value._version else size)
+        elif node in place and not isinstance(value, torch.Tensor):
+            touched[id(node)], sizes[id(node)] = places, [None]
     more, refused = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
-    for span in spans:
-        changed, by = (refused, 1) if span.bytes is None else (more, span.bytes)
-        if span.first < span.last:
-            changed[span.first + 1] += by
-            changed[span.last + 1] -= by
+    for key, places in touched.items():
+        known = [size for size in sizes[key] if size is not None]
+        changed, by = (more, min(known)) if len(known) == len(sizes[key]) else (refused, 1)
+        if min(places) < max(places):
+            changed[min(places) + 1] += by
+            changed[max(places) + 1] -= by
     depths = accumulate(map(nesting_of, nodes), initial=0)  # inside of a transform of torch.func, state is live
     found = zip(accumulate(more), accumulate(refused), depths, strict=True)
     return [None if number or depth else size for size, number, depth in found][: len(nodes)]
-
-
-def _spans(module: fx.GraphModule, nodes: Sequence[fx.Node], device_type: str) -> list[_Span]:
-    """Returns the spans of all results. Views have one with their base.
-
-    A tensor that changes in place stays within a part: a plan may save it before the change, where eager code would not.
-    """
-    place = {node: i for i, node in enumerate(nodes)}
-    found: dict[int, _Span] = {}
-    for node in module.graph.nodes:
-        value, readers = node.meta.get("example_value"), [place[user] for user in node.users if user in place]
-        if node.op in ("get_attr", "output") or switches_autocast(node) or isinstance(value, torch.SymInt | int):
-            continue  # torch repeats these in each part, or hands them over
-        if not isinstance(value, torch.Tensor):
-            if node in place:
-                found[id(node)] = _Span(place[node], max([place[node], *readers]), None)
-            continue
-        key = storage_key(value)
-        touched = [*readers, *([place[node]] if node in place else [])]
-        size = None if value._version else 0 if node.op == "placeholder" else storage_bytes(value, device_type)
-        if touched:
-            span = _Span(min(touched), max(touched), size)
-            found[key] = span if key not in found else found[key].joined(span)
-    return list(found.values())

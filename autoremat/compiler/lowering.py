@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -55,6 +55,7 @@ Halves = Mapping[bool, LoweredPeak]
 """The generated code of the forward (False) and of the backward (True)."""
 
 P = TypeVar("P", bound=PlannedGraph | SmallestGraph)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,28 +143,23 @@ def rewrite(planned: PlannedGraph | SmallestGraph) -> tuple[joint_graphs.Partiti
     return modules, RewriteFacts(context, memory_first, stays, tuple(assumed.items()), (forward, backward))
 
 
-class _EndOfTracing(Exception):
-    """Ends the tracing of a graph after its joint graph has been visited."""
+def visited(problem: Problem, module: fx.GraphModule, inputs: Sequence[Any], visit: Callable[[PricedGraph], T]) -> T | None:
+    """Traces a graph, and returns what ``visit`` returns for its priced joint graph; None without a backward.
 
-
-@contextlib.contextmanager
-def tracing_to(visit: Callable[[PricedGraph], object], problem: Problem) -> Iterator[Partitioner]:
-    """Gives the body a partitioner to trace a graph with. The body ends when ``visit`` has received the priced joint graph.
-
-    A graph without a backward is not visited. Nested compile regions, which the surrounding graph calls, are planned for the
-    same ``problem``.
+    Nested compile regions, which the surrounding graph calls, are planned for the same ``problem``.
     """
+    found: list[T] = []
 
     def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
         if joint.is_region:
             return Partitioning(problem, plan_graph)(joint)
         priced = price_graph(joint, problem)
         if priced is not None:
-            visit(priced)
-        raise _EndOfTracing
+            found.append(visit(priced))
+        raise fake_tensors.Stop
 
-    with contextlib.suppress(_EndOfTracing):
-        yield Partitioner(hand_over)
+    fake_tensors.trace_joint(module, inputs, Partitioner(hand_over), problem.request.fuses, problem.patches)
+    return found[0] if found else None
 
 
 # -- code ------------------------------------------------------------------------------------------------------------------

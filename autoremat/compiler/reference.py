@@ -54,10 +54,6 @@ MOST_KNOWN = 64
 _known: dict[str, Reference | None] = {}
 
 
-class _Known(Exception):
-    """Ends a compilation once the code of both halves is known, or once it is clear that there is no backward."""
-
-
 def reference_of(priced: PricedGraph, planner: Planner, headroom: int) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
@@ -209,7 +205,7 @@ def _generated(problem: Problem) -> Reference | None:
     def observe(half: inductor_lowering.LoweredPeak) -> None:
         halves[half.is_backward] = half
         if len(halves) == 2:
-            raise _Known
+            raise fake_tensors.Stop
 
     assert problem.module is not None
     module = dynamo.copied_with_sources(problem.module)
@@ -218,7 +214,7 @@ def _generated(problem: Problem) -> Reference | None:
         with inductor_lowering.without_kernels(), inductor_lowering.observe_lowering(lambda: partition.replayed, observe):
             compilers.compile_with_inductor(module, problem.inputs, patches, eager_backward=True)
     except Exception as error:  # models and ops are open-ended, and the simulation takes the place of this figure
-        if find_cause(error, _Known) is None:
+        if find_cause(error, fake_tensors.Stop) is None:
             if is_user_error(error) or dynamo.asks_to_restart(error):
                 raise
             log.info("no code of Inductor's own", exc_info=error)
@@ -245,13 +241,13 @@ class _AsTorchDoes:
     """Bytes of each storage that the forward returns."""
 
     def __call__(self, joint: JointGraph) -> joint_graphs.PartitionedModules:
-        """Returns the halves of ``joint``. Raises ``_Known`` if there is no backward."""
+        """Returns the halves of ``joint``. Raises ``Stop`` if there is no backward."""
         if joint.is_region:
             return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
         copied = replace(joint, module=fake_tensors.copied_module(joint.module))
         self.priced = price_graph(copied, self.problem)
         if self.priced is None:
-            raise _Known
+            raise fake_tensors.Stop
         forward, backward = joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
         aliases = self._note_outputs(forward, joint.num_forward_outputs)
         self.replayed = replace(replay_context(self.priced.captured, self.priced.kept_inputs), aliases=aliases)

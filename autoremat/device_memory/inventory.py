@@ -33,8 +33,7 @@ from autoremat.planner.multigraph.device_budget import (
     StepPart,
 )
 from autoremat.torch_private.autograd import hooks_after_gradients
-from autoremat.torch_private.fake_optimizers import FakeCopies, LiveBytes, as_in_training, fake_copy, local, step_of
-from autoremat.torch_private.fake_tensors import new_mode
+from autoremat.torch_private.fake_tensors import FakeCopies, LiveBytes, as_in_training, fake_copy, local, new_mode, step_of
 from autoremat.torch_private.process_groups import gathered_groups
 from autoremat.torch_private.tensors import storage_bytes, storage_key
 from autoremat.workspaces.formulas import workspace_bytes

@@ -21,7 +21,7 @@ from autoremat.options.options import Options
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.planner.multigraph.step_profile import Budget, StepProfile
+from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.planner.plans.limits import Share
 from autoremat.request.request import AS_A_STEP, CommonBudget, Request, RequestedLimits
 from autoremat.request.surroundings import Surroundings
@@ -51,19 +51,15 @@ def requests_of(options: Options, around: Surroundings) -> Mapping[int | None, R
                 "this graph and of others can add up. Profile the function that is compiled, with inputs of these shapes",
                 BudgetWarning,
             )
-        return {None: _with_ledger(_request_of(profile.budget_bytes, options, around), profile)}
+        return {None: _in_profile(profile, profile.budget_bytes, options, around)}
     found = {share: _of_share(share, profile, options, around) for share in dict.fromkeys(shares.values())}
     return {block: found[share] for block, share in shares.items()}
 
 
 def request_of(options: Options, around: Surroundings) -> Request:
     """Returns the request of a graph, or of a step of several graphs, under a budget of its own."""
-    return _request_of(options.memory_budget, options, around)
-
-
-def _request_of(budget: Budget, options: Options, around: Surroundings) -> Request:
     calls = options.open_calls
-    limits = _limits_of(budget, options, around, calls)
+    limits = _limits_of(options, around, calls)
     if around.why_broken is None:
         request = Request.of(options, limits, calls)
         if around.module is None:
@@ -90,9 +86,9 @@ def request_of_recording(options: Options) -> Request:
     return Request.of(options, RequestedLimits(reference_share=share, max_slowdown=options.max_slowdown, host_bytes=host))
 
 
-def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> RequestedLimits:
+def _limits_of(options: Options, around: Surroundings, calls: OpenCalls) -> RequestedLimits:
     limits = RequestedLimits(max_slowdown=options.max_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
-    match budget:
+    match options.memory_budget:
         case DeviceBudget() as device:
             ledger = device.of_graph(around.given_bytes, calls.accumulates)
             return _limits_on_device(limits, ledger, options)
@@ -110,7 +106,7 @@ def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: Op
             return replace(limits, peak_bytes=number)
         case None:
             return limits
-    raise AssertionError(f"{budget!r} is resolved for each graph by itself")
+    raise AssertionError(f"{options.memory_budget!r} is resolved for each graph by itself")
 
 
 def _host_bytes(options: Options, own_share: Callable[[], int]) -> int | None:
@@ -154,7 +150,7 @@ def _free_bytes(options: Options, around: Surroundings) -> int:
 def _of_share(share: Share | None, profile: StepProfile, options: Options, around: Surroundings) -> Request:
     """Returns the request of a graph with a share in the budget of a profiled step; None for a profile without a budget."""
     if share is None:
-        return _with_ledger(_request_of(None, options, around), profile)
+        return _in_profile(profile, None, options, around)
     if options.in_flight is not None or options.accumulate is not None:
         warn_of_open_calls()
     host = profile.step.host_bytes
@@ -177,7 +173,8 @@ def request_of_share(
     return Request.of(options, limits, OpenCalls())
 
 
-def _with_ledger(request: Request, profile: StepProfile) -> Request:
+def _in_profile(profile: StepProfile, budget: int | None, options: Options, around: Surroundings) -> Request:
+    request = request_of(replace(options, memory_budget=budget), around)
     return replace(request, limits=replace(request.limits, ledger=profile.device_ledger))
 
 

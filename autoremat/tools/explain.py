@@ -15,7 +15,7 @@ from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PricedGraph, warn_of_unused_forms
-from autoremat.compiler.lowering import tracing_to
+from autoremat.compiler.lowering import visited
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.reference import reference_by_code
@@ -151,12 +151,9 @@ def previews(
             )
             with target.tracing():
                 problem = replace(problem, reference=reference_by_code(problem))
-            found: list[T] = []
             now("tracing forward and backward")
-            with tracing_to(lambda priced: found.append(look(priced)), problem) as partitioner, target.tracing():
-                on_card = target.as_on_card(module)
-                fake_tensors.trace_joint(on_card, problem.inputs, partitioner, request.fuses, problem.patches)
-            return found or [None]
+            with target.tracing():
+                return [visited(problem, target.as_on_card(module), problem.inputs, look)]
 
         return visit
 
