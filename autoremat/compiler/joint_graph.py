@@ -27,7 +27,7 @@ from autoremat.planner.constraints.constraints import without_saved_copies
 from autoremat.planner.cost.links import Links, assumed_host_link
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import BITS, HOST, SHARDS, Role, Trait
-from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.plans.limits import Share
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.request import Request

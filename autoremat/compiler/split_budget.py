@@ -31,8 +31,7 @@ from autoremat.compiler.peers import Gathers, agreed_profile
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.compiler.problem import Problem
 from autoremat.planner.graph.op import SHARDS, Role
-from autoremat.planner.multigraph.frame import Border, Part, moments_of
-from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.ledger import Border, OpenCalls, Part, moments_of
 from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
 from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile
 from autoremat.planner.plans.limits import Share, border_values, output_bytes

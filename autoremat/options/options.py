@@ -21,7 +21,7 @@ from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import SavePattern
 from autoremat.planner.constraints.policies import Policy
 from autoremat.planner.graph.op import DEVICE, HOST
-from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan_file import PlanFile
 

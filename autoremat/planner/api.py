@@ -36,7 +36,7 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
     begun = time.monotonic()
     search_share, good_gap = 1.0, settings.good_gap
     if graph.single_phase:
-        search_share, good_gap = settings.single_phase_search_share, settings.single_phase_good_gap
+        search_share, good_gap = settings.single_phase_search_share, SETTINGS.search.good_gap
     found = Planner(graph, search_share * time_limit).find(Limits(budget))
     found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
     return interval_model.improve(graph, budget, found, good_gap, begun + time_limit)

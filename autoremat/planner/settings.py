@@ -63,9 +63,7 @@ class SearchSettings:
     step: float = 0.03
     """Share of the least peak found by which the next target is lower."""
     good_gap: float = 0.001
-    """Distance to the lower bound, as a share of the step, at which a search ends."""
-    good_peak_gap: float = 0.001
-    """Distance to the proven bound, as a share of it, at which the search for the least peak ends."""
+    """Distance to the lower bound at which a search ends, as a share of the step or of the bound on the peak."""
     large_gain: float = 0.3
     """Share of the cost above the least one by which stays must lower it, to leave out trials without stays."""
     front_starts: int = 2
@@ -170,22 +168,6 @@ class LedgerSettings:
 
 
 @dataclass(frozen=True)
-class LocalSearchSettings:
-    """Moves of annealing (:mod:`autoremat.planner.exact.annealing`)."""
-
-    input_probability: float = 0.6
-    """Highest probability that a move also recomputes a freed input instead of retaining it."""
-    move_recomputations: int = 10
-    """Maximum number of recomputations of one move."""
-    early_probability: float = 0.2
-    """Probability that an evicted value is recomputed before its next read, while its inputs may still be live."""
-    draws: int = 60
-    """Number of values that are drawn before a site counts as having no value to evict."""
-    reordered_recomputations: int = 12
-    """Maximum number of recomputations at one site for which another sequence than the graph's is tried."""
-
-
-@dataclass(frozen=True)
 class AnnealingSettings:
     """Simulated annealing over insertion points (:mod:`autoremat.planner.exact.annealing`)."""
 
@@ -221,6 +203,16 @@ class AnnealingSettings:
     """Maximum length of the first search from nothing, as a share of the moves."""
     first_search_moves_per_op: int = 300
     """Maximum length of the first search from nothing, in moves per op."""
+    input_probability: float = 0.6
+    """Highest probability that a move also recomputes a freed input instead of retaining it."""
+    move_recomputations: int = 10
+    """Maximum number of recomputations of one move."""
+    early_probability: float = 0.2
+    """Probability that an evicted value is recomputed before its next read, while its inputs may still be live."""
+    draws: int = 60
+    """Number of values that are drawn before a site counts as having no value to evict."""
+    reordered_recomputations: int = 12
+    """Maximum number of recomputations at one site for which another sequence than the graph's is tried."""
 
 
 @dataclass(frozen=True)
@@ -247,10 +239,7 @@ class PortfolioSettings:
 
     good_gap: float = 0.01
     """Optimality gap, as a share of the step, at which a plan of a training step is not improved further. It is large, because
-    a user waits for the plan."""
-    single_phase_good_gap: float = 0.001
-    """Optimality gap, as a share of the step, at which a plan of a single-phase graph is not improved further. It is small,
-    because the best plans are often this close to the lower bound."""
+    a user waits for the plan. A single-phase graph has that of the search: its best plans are often so close to the bound."""
     single_phase_search_share: float = 0.5
     """Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans. Its work takes a
     third of that time."""
@@ -268,7 +257,6 @@ class PlannerSettings:
     bound: BoundSettings = BoundSettings()
     placement: PlacementSettings = PlacementSettings()
     stays_search: StaysSearchSettings = StaysSearchSettings()
-    local_search: LocalSearchSettings = LocalSearchSettings()
     annealing: AnnealingSettings = AnnealingSettings()
     integer_program: IntegerProgramSettings = IntegerProgramSettings()
     ledger: LedgerSettings = LedgerSettings()

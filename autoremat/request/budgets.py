@@ -20,7 +20,7 @@ from autoremat.measure.calibration import share_of_host_memory
 from autoremat.options.options import Options
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.planner.plans.limits import Share
 from autoremat.request.request import AS_A_STEP, CommonBudget, Request, RequestedLimits

@@ -13,7 +13,7 @@ from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.graph.op import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.planner.plans.limits import Share
 

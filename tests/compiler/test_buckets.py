@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
-from autoremat.planner.multigraph.frame import Border, Part, moments_of
+from autoremat.planner.multigraph.ledger import Border, Part, moments_of
 from autoremat.torch_private import split_graphs
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.

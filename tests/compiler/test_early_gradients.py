@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
 from autoremat.compiler.early_gradients import divided
-from autoremat.planner.multigraph.frame import Part, moments_of
+from autoremat.planner.multigraph.ledger import Part, moments_of
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
 WIDTH, ROWS = 128, 16

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import autoremat
 from autoremat import BudgetWarning, Options, OptionWarning
-from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.request import AS_A_STEP, RequestedLimits
 from autoremat.request.surroundings import running_block

@@ -30,7 +30,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
-settings, moving = SETTINGS.annealing, SETTINGS.local_search
+settings = SETTINGS.annealing
 
 
 @dataclass
@@ -120,15 +120,15 @@ class Annealing:
     def _relieve(self, moment: int) -> None:
         """Evicts a value that is live at site ``moment`` but not read there, and recomputes it for its next read."""
         total = self.cumulative[-1]
-        for _ in range(moving.draws):
+        for _ in range(settings.draws):
             index = self.movable[bisect_left(self.cumulative, self.random.random() * total)]
             following = self._gap_over(moment, index) if index < moment else None
             if following is not None:
                 earliest = max(moment + 1, self.first_site)
-                if self.random.random() < moving.early_probability and earliest < following:
+                if self.random.random() < settings.early_probability and earliest < following:
                     following = self.random.randrange(earliest, following)
-                self.chain = moving.move_recomputations
-                self._request(index, following, moving.input_probability * self.random.random() ** 2)
+                self.chain = settings.move_recomputations
+                self._request(index, following, settings.input_probability * self.random.random() ** 2)
                 return
 
     def _gap_over(self, moment: int, index: int) -> int | None:

@@ -25,7 +25,7 @@ from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.settings import SETTINGS
 
-settings = SETTINGS.local_search
+settings = SETTINGS.annealing
 
 
 class Sites:

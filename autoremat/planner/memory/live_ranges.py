@@ -51,10 +51,6 @@ class LiveRanges:
         columns = (self.values, self.computed_at, self.starts, self.ends, self.bytes)
         return map(LiveRange, *(column.tolist() for column in columns))
 
-    def of_values(self) -> list[LiveRange]:
-        """Returns the live ranges of values, without those that hold the bytes of forms and of transfers."""
-        return [one for one in self if one.computed_at != NOT_COMPUTED]
-
 
 class Buffers:
     """All live ranges in the sequence of their allocation, and all reads in the sequence of executions.

@@ -48,7 +48,7 @@ class Timeline:
     @cached_property
     def held_bytes(self) -> int:
         """Bytes that one open call holds between its forward and its backward: saved tensors and outputs."""
-        return held_bytes(self.graph, self.schedule)
+        return sum(held_sizes(self.graph, self.schedule))
 
     @cached_property
     def host_bytes(self) -> int:
@@ -98,11 +98,6 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     timeline = Timeline(graph, schedule, bytes_at, live_ranges)
     bytes_at += timeline.beside_bytes
     return timeline
-
-
-def held_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Returns the bytes that a call holds between its forward and its backward: saved tensors and outputs."""
-    return sum(held_sizes(graph, schedule))
 
 
 def held_sizes(graph: Graph, schedule: Schedule) -> list[int]:

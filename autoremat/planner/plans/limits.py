@@ -86,17 +86,14 @@ class Limits:
         """Returns True if the step under ``plan`` keeps to the seconds."""
         return self.seconds is None or plan.predicted_seconds <= self.seconds
 
-    def keeps_bytes(self, plan: Plan) -> bool:
-        """Returns True if ``plan`` keeps to all limits but that of the seconds."""
+    def keep(self, plan: Plan) -> bool:
+        """Returns True if ``plan`` keeps to all limits."""
         return (
-            (self.peak_bytes is None or plan.peak_bytes <= self.peak_bytes)
+            self.keeps_time(plan)
+            and (self.peak_bytes is None or plan.peak_bytes <= self.peak_bytes)
             and (self.host_bytes is None or plan.host_bytes <= self.host_bytes)
             and (self.share is None or self.share.excess_bytes(point_of(plan, self.kept_inputs)) <= 0)
         )
-
-    def keep(self, plan: Plan) -> bool:
-        """Returns True if ``plan`` keeps to all limits."""
-        return self.keeps_bytes(plan) and self.keeps_time(plan)
 
 
 UNLIMITED = Limits()

@@ -21,6 +21,7 @@ from autoremat.planner.cost.durations import durations, traffic_of
 from autoremat.planner.cost.stalls import Stalls, stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
 from autoremat.planner.plans.check import check_constraints, check_executions
@@ -189,7 +190,8 @@ class Plan(Shown):
 
         Outputs that the caller holds never end. A value with a stay is freed twice: once stored, and after its last read.
         """
-        live_ranges, num_forward = self.timeline.live_ranges.of_values(), len(self.schedule.forward)
+        live_ranges = [one for one in self.timeline.live_ranges if one.computed_at != NOT_COMPUTED]
+        num_forward = len(self.schedule.forward)
         with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
         # The caller holds the newest live range of each output: forward outputs as of the end of the forward.
         handed_out = {r.value: r for r in live_ranges if r.value in with_caller and r.start < num_forward}

@@ -299,7 +299,7 @@ class LocalSearch:
     def least_peak(self, starts: Collection[Plan], bound: int) -> Plan:
         """Returns the plan of the least peak found. A peak close to ``bound``, below which there is none, ends the search."""
         lowest = sorted(starts, key=lambda plan: (self.peak(plan), plan.cost_seconds))[: settings.lowest_starts]
-        enough = int(bound * (1.0 + settings.good_peak_gap))
+        enough = int(bound * (1.0 + settings.good_gap))
         best, failures, trial = lowest[0], 0, 0
         for start in lowest:
             for way in (partial(self.bring_down, target=bound), self.descend):

@@ -41,9 +41,8 @@ from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.plans.limits import UNLIMITED, Limits
-from autoremat.planner.search.certain_fusion import CertainFusion
 from autoremat.planner.search.min_cut import Cut, MinCut
-from autoremat.planner.search.peak_bound import bound_on_peak
+from autoremat.planner.search.peak_bound import CertainFusion, bound_on_peak
 from autoremat.planner.search.starts import full_places, split_at
 from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
 from autoremat.planner.settings import SETTINGS

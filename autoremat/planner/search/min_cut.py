@@ -55,7 +55,7 @@ class Cut:
 
 
 class MinCut:
-    """Flow network of one graph. :meth:`solve` returns the saved set at a price. Its cuts count within ``limit``."""
+    """Flow network of one graph. Its cuts count within ``limit``."""
 
     def __init__(self, graph: Graph, limit: WorkLimit | None = None) -> None:
         self.graph = graph
@@ -105,13 +105,6 @@ class MinCut:
     def top_price(self) -> float:
         """Price in seconds per saved byte at which a single byte costs more than the whole forward."""
         return 1.0 + self.graph.forward_seconds
-
-    def solve(self, seconds_per_byte: float, free: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Returns the values to save at a price in seconds per saved byte. The ``free`` values cost nothing to save.
-
-        Raises ``PlanInvalid`` if no cut of finite capacity exists.
-        """
-        return self.cut(seconds_per_byte, free).saved
 
     def cut(
         self,

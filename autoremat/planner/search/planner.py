@@ -311,7 +311,7 @@ class Planner:
         fitting = next(filter(limits.keep, plans), None)
         interrupted, least = self.limit.interrupted or self.starts.lacks_cuts, self.bounds.within().peak_bytes
         return PlanningResult(
-            fitting, self.baseline, plans[-1], least, seconds, self.limit.simulated, interrupted, self.ended_by_clock,
+            fitting, self.baseline, plans[-1], least, seconds, interrupted, self.ended_by_clock,
             is_searched,
         )  # fmt: skip
 

@@ -27,8 +27,6 @@ class PlanningResult:
     """Lower bound on the peak of any plan."""
     lower_bound_seconds: float
     """Lower bound on the cost in seconds of any plan within the budget that keeps the sequence; infinite if none fits."""
-    candidates: int
-    """Number of plans that were simulated."""
     interrupted: bool
     """True if the time limit, as an amount of work, ended the search."""
     ended_by_clock: bool = False
@@ -38,14 +36,11 @@ class PlanningResult:
     least: Plan | None = None
     """The plan of the least peak found within the limit of seconds, if no plan found keeps to that and to the bytes."""
 
-    def within_gap(self, plan: Plan, good_gap: float) -> bool:
-        """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
-        step, bound = plan.graph.step_seconds, self.lower_bound_seconds
-        return plan.cost_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
-
     def is_converged(self, good_gap: float) -> bool:
         """Returns True if the optimality gap of the plan is at most ``good_gap``, or if the bound shows that no plan fits."""
-        return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.within_gap(self.plan, good_gap))
+        step, bound = self.smallest.graph.step_seconds, self.lower_bound_seconds
+        most = bound + good_gap * (step + bound) + ROUNDING * step
+        return math.isinf(bound) or (self.plan is not None and self.plan.cost_seconds <= most)
 
     def with_plans(self, plans: list[Plan], budget: int | None, interrupted: bool) -> PlanningResult:
         """Returns the result after adding ``plans``, for a budget in bytes. The best and the smallest plan are checked."""
@@ -54,12 +49,11 @@ class PlanningResult:
         smallest = min(known, key=lambda p: (p.peak_bytes, p.cost_seconds))
         for plan in filter(None, (best, smallest)):
             plan.check()
-        candidates, interrupted = self.candidates + len(plans), self.interrupted or interrupted
-        return replace(self, plan=best, smallest=smallest, candidates=candidates, interrupted=interrupted)
+        return replace(self, plan=best, smallest=smallest, interrupted=self.interrupted or interrupted)
 
 
 def result_of(plan: Plan, budget: int | None) -> PlanningResult:
     """Returns the result of a search that has found ``plan`` alone, with the lower bounds of its graph."""
     bound = lower_bound(plan.graph, Limits(budget))
-    found = PlanningResult(None, without_recomputation(plan.graph), plan, bound.peak_bytes, bound.seconds, 0, False)
+    found = PlanningResult(None, without_recomputation(plan.graph), plan, bound.peak_bytes, bound.seconds, False)
     return found.with_plans([plan], budget, False)

@@ -84,7 +84,7 @@ class Starts:
         """Returns the plan that recomputes only what constraints demand."""
         if self.graph.single_phase or not any(op.constraint is Constraint.RECOMPUTE for op in self.graph.ops):
             return self.save_everything()
-        return self.plan(self.mincut.solve(0.0), "save what constraints allow")
+        return self.plan(self.mincut.cut(0.0).saved, "save what constraints allow")
 
     def least_traffic(self) -> Plan:
         """Returns the plan of the minimum cut of least time. It recomputes only what saving would slow down."""

@@ -93,13 +93,8 @@ class StaysSearch(LocalSearch):
         if found is None:
             return False
         self.best, self.base = found, plan
-        self._fill_between_stays()
+        self.base = self.fill(plan, self.budget)  # with what the stays leave free
         return True
-
-    def _fill_between_stays(self) -> None:
-        """Keeps more values of the cheapest plan, where its stays leave memory free."""
-        assert self.base is not None
-        self.base = self.fill(self.base, self.budget)
 
     def bytes_at(self, plan: Plan) -> Numbers:
         """Returns the bytes at each execution with the stays of the cheapest plan found."""

@@ -54,7 +54,7 @@ def test_a_higher_price_never_saves_more_bytes(graph):
     priced = [v for v in graph.forward_values if v not in graph.forward_outputs]
 
     def saved_bytes(price: float) -> int:
-        saved = cut.solve(price)
+        saved = cut.cut(price).saved
         free = [v for v in priced if v in saved and graph.ops[graph.values[v].producer].constraint is not Constraint.RECOMPUTE]
         return sum(graph.values[v].bytes for v in free)
 
@@ -68,10 +68,10 @@ def test_a_higher_price_never_saves_more_bytes(graph):
 def test_a_cut_can_be_solved_again_at_other_prices():
     graph = chain(6, size=1000, seconds=1e-3, forward_outputs=(6,))
     cut = MinCut(graph)
-    cheap, dear = cut.solve(1e-9), cut.solve(1e-3)
+    cheap, dear = cut.cut(1e-9).saved, cut.cut(1e-3).saved
     assert cheap == graph.backward_needs
     assert len(dear) < len(cheap)
-    assert cut.solve(1e-9) == cheap
+    assert cut.cut(1e-9).saved == cheap
 
 
 def test_many_values_that_cannot_be_recomputed_are_no_contradiction():
@@ -82,7 +82,7 @@ def test_many_values_that_cannot_be_recomputed_are_no_contradiction():
         made.append(build.op([made[-1]], 1, traits=Trait.RANDOM, constraint=Constraint.RECOMPUTE))
     build.op(made, 1, forward=False)
     graph = build.graph(forward_outputs=(made[-1],))
-    assert MinCut(graph).solve(1e-9) >= frozenset(made[1:-1])
+    assert MinCut(graph).cut(1e-9).saved >= frozenset(made[1:-1])
 
 
 @pytest.mark.parametrize("mebibytes", [1, 64])
@@ -96,8 +96,8 @@ def test_the_highest_price_still_counts_bytes(mebibytes):
     out = build.op(small, 0)
     build.op(small, 0, forward=False)
     graph = build.graph(forward_outputs=(out,))
-    assert MinCut(graph).solve(1e6 * traffic) & graph.backward_needs == set(small)
-    assert large not in MinCut(graph).solve(1e6 * traffic)
+    assert MinCut(graph).cut(1e6 * traffic).saved & graph.backward_needs == set(small)
+    assert large not in MinCut(graph).cut(1e6 * traffic).saved
 
 
 # -- the search --------------------------------------------------------------------------------------------------------
@@ -152,7 +152,6 @@ def test_planning_is_deterministic(graph, budget):
     first, second = Planner(graph).find(Limits(budget)), Planner(graph).find(Limits(budget))
     assert first.smallest.schedule == second.smallest.schedule
     assert (first.plan and first.plan.schedule) == (second.plan and second.plan.schedule)
-    assert first.candidates == second.candidates
 
 
 @pytest.mark.parametrize("fuses", [True, False])
