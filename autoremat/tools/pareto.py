@@ -57,28 +57,28 @@ def pareto(
     parsed = replace(Options.parse(options, None, compilers.inductor_config_names), memory_budget=None)
 
     def look(priced: PricedGraph) -> Pareto:
-        graph = _without_traffic(priced.graph)
+        graph = without_traffic(priced.graph)
         ours = our_points(graph, points, parsed.time_limit, priced.problem.request.limits.host_bytes)
-        return Pareto([*ours, *policy_points(graph), *_points_of_torch(priced, torch_budgets)])
+        return Pareto([*ours, *policy_points(graph), *points_of_torch(priced, torch_budgets)])
 
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = previews(model_or_fn, args, kwargs, parsed, device, look)
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
 
 
-def _without_traffic(graph: Graph) -> Graph:
+def without_traffic(graph: Graph) -> Graph:
     """Returns ``graph`` whose saves cost no time, as in the lower bounds and in torch's objective."""
     return replace(graph, machine=replace(graph.machine, saving_seconds_per_byte=0.0))
 
 
-def _points_of_torch(priced: PricedGraph, shares: Sequence[float]) -> Iterator[Point]:
+def points_of_torch(priced: PricedGraph, shares: Sequence[float]) -> Iterator[Point]:
     """Yields torch's partitions of the joint graph at these budgets, each with torch's sequence of ops.
 
     A partition that the simulator cannot follow, for instance with a random state that torch replays, is left out with a
     ``OptionWarning``.
     """
     captured, joint = priced.captured, priced.joint
-    captured = replace(captured, graph=_without_traffic(captured.graph))
+    captured = replace(captured, graph=without_traffic(captured.graph))
     for share in shares:
         halves = fake_tensors.partition_for(share, captured.joint, joint.inputs, joint.keywords)
         try:
