@@ -104,6 +104,8 @@ class _WholeDevice:
     """Number of the CUDA device, if it is here."""
     moved: bool = False
     """True if all tensors of the model stand for tensors of the device, although they are elsewhere."""
+    is_assumed: bool = False
+    """True if nothing names the device and the model is on none."""
 
     @property
     def stands_for_cuda(self) -> bool:
@@ -120,6 +122,8 @@ class _WholeDevice:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        if self.is_assumed:
+            return ('no device is named: this is a CPU without context. Name a card, such as "RTX 4090", or give device=',)
         if not self.stands_for_cuda:
             return ()
         sheet = None if re.search(r"\d ?Gi?B?$", self.name, re.IGNORECASE) else datasheet(self.name)
@@ -164,7 +168,7 @@ def _whole_device(total: int | str, modules: Sequence[nn.Module], device: str | 
     if asked.type == "cuda":
         return _on_cuda(str(asked), asked, torch.cuda.is_available(), moved=own.type != "cuda")
     kind = "cpu" if asked.type == "meta" else checked_device(asked).type
-    return _WholeDevice(kind, kind, moved=own.type != kind)
+    return _WholeDevice(kind, kind, moved=own.type != kind, is_assumed=device is None and own.type == "meta")
 
 
 def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False) -> _WholeDevice:

@@ -77,7 +77,7 @@ def why_no_reports() -> str:
         lines.append(
             f"The backend was handed {_graphs_seen} graph{'s' if _graphs_seen > 1 else ''} without a backward: gradient mode "
             "was off, or no parameter or input requires a gradient, or nothing was returned that depends on one, or the "
-            "function computes gradients itself, as by torch.func.grad."
+            "function computes gradients itself, as by torch.func.grad, or the call raised an error."
         )
     elif said:
         lines.append("The backend was handed no graph.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,16 +193,20 @@ def planning_sizes(
     lower: bool,
 ) -> Callable[[int], Outcome]:
     """Returns the function that plans a step of ``count * step`` samples, given ``count``."""
-    numbers = itertools.count(1)
+    known: dict[str, int] = {}
 
     def outcome_of(count: int) -> Outcome:
+        size, told = count * step, [f"{other} {verdict}" for verdict, other in sorted(known.items())]
         with fake_tensors.new_mode():
-            given = make_inputs(count * step)
+            given = make_inputs(size)
         args, kwargs = arguments_of(given)
         try:
-            with status_if_slow(f"trying {count * step} (size number {next(numbers)})"):
-                return explain_by(model_or_fn, args, kwargs, options, device, lower)
+            with status_if_slow(f"trying {size}" + (f" ({', '.join(told)})" if told else "")):
+                report = explain_by(model_or_fn, args, kwargs, options, device, lower)
+            known["fits"] = max(size, known.get("fits", size))
+            return report
         except BudgetInfeasible as error:  # the backend would raise this error too
+            known["is too large"] = min(size, known.get("is too large", size))
             return error
 
     return outcome_of

@@ -85,6 +85,7 @@ def test_a_card_by_name_has_its_data_sheets_memory_and_the_defaults_of_cuda():
     here = autoremat.device_budget("80GB", model, torch.optim.AdamW(model.parameters()))
     card = autoremat.device_budget("H100-80GB", model, torch.optim.AdamW(model.parameters()))
     assert card.total_bytes == int(0.98 * 80 * 2**30)
+    assert [any("no device is named" in note for note in one.notes) for one in (here, card)] == [True, False]
     assert row(card, "context and libraries").bytes == 2**29 == card.reserve_bytes
     assert "context and libraries" not in {one.name for one in here.rows}
     copies = "temporaries of the optimizer's later steps"
