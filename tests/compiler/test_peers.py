@@ -22,7 +22,6 @@ from torch import nn
 import autoremat
 from autoremat.basics.errors import find_cause
 from autoremat.compiler import compile_loop, dynamo_backend, joint_graph, peers
-from autoremat.compiler import problem as records
 from autoremat.compiler.exchange import Session
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.torch_private import compilers
@@ -92,7 +91,7 @@ def with_code(excess: float) -> dict[str, Any]:
         verdict = decide(halves)
         return None if verdict else function, halves, verdict
 
-    with mock.patch.object(compile_loop, "lower", lower), mock.patch.object(records, "load", return_value=None):
+    with mock.patch.object(compile_loop, "lower", lower), mock.patch.object(compile_loop, "load_record", return_value=None):
         return step({"memory_budget": 0.8, "cost_model": "roofline"})
 
 
