@@ -24,7 +24,7 @@ from layers import LAYERS, SOURCES
 BUDGETS = {
     "basics": 1333,
     "capture": 1520,
-    "compiler": 4555,
+    "compiler": 4607,
     "device_memory": 476,
     "host_memory": 389,
     "measure": 1016,
@@ -39,8 +39,8 @@ BUDGETS = {
     "torch_private": 3413,
     "workspaces": 701,
     "top": 443,
-    "core": 33573,
-    "tests": 29617,
+    "core": 33625,
+    "tests": 29618,
     "benchmarks": 7856,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

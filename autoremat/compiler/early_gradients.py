@@ -21,17 +21,18 @@ from torch import fx
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
+from autoremat.compiler.dead_code import remove_dead_code
 from autoremat.compiler.lowering import Compiled
 from autoremat.device_memory.inventory import live_optimizers, optimizer_memory, parameters_of
 from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.request.budgets import is_profile
 from autoremat.request.surroundings import Surroundings
-from autoremat.torch_private import autograd, compilers, higher_order, split_graphs
+from autoremat.torch_private import autograd, compilers, split_graphs
 from autoremat.torch_private.dynamo import nesting_of, sharded_inputs, switches_autocast
 from autoremat.torch_private.hooks import around_backward
 from autoremat.torch_private.split_graphs import GradientHooks
-from autoremat.torch_private.tensors import storage_bytes, storage_key, tensors_in
+from autoremat.torch_private.tensors import storage_bytes, storage_key
 
 PARTS = 4
 """The number of parts if the options give none: more of them free gradients earlier, and each costs a call and ends fusion."""
@@ -76,7 +77,7 @@ def compiled_in_parts(
     part_of: Mapping[fx.Node, int] = {}
     if wanted > 1 and not reason:
         if not compilers.keeps_dead_draws(patches):
-            _remove_dead_code(gm)
+            remove_dead_code(gm)
         part_of = divided(gm, inputs, around.device.type, wanted)
         reason = "" if any(part_of.values()) else UNCUT
     if wanted > 1 and reason and options.early_gradients != "auto":
@@ -89,44 +90,6 @@ def compiled_in_parts(
     freed = hooked if options.hooks_free_gradients else {}
     hooks = _hooks(freed.keys(), hooked.values(), around.device) if has_hooks else GradientHooks()
     return split_graphs.compile_parts(gm, inputs, part_of, compile_part, hooks)
-
-
-RUNNING_STATISTICS = ("batch_norm", "instance_norm")
-"""Parts of the names of functions that change inputs, which torch does not count as changes in place."""
-
-
-MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
-"""Names of functions that switch modes. A body switches them back at its end."""
-
-
-def _remove_dead_code(module: fx.GraphModule) -> None:
-    """Removes nodes that nobody reads and that change nothing: a cut would make results of parts of what they read.
-
-    Tensors that change in place are never cut off, so what may change one stays, and AOTAutograd drops it within its part.
-    """
-    for node in reversed(module.graph.nodes):
-        if node.op not in ("placeholder", "output") and not node.users and not _may_act(node):
-            module.graph.erase_node(node)
-    module.recompile()
-
-
-def _named(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def _may_act(node: fx.Node) -> bool:
-    held = node.meta.get("example_value")
-    touched = tensors_in([one.meta.get("example_value") for one in (node, *node.all_input_nodes)])
-    is_op = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
-    inner = [one for body in higher_order.bodies(node) for one in body.graph.nodes if _named(one) not in MODES]
-    return node.op not in ("get_attr", "placeholder", "output") and (
-        node.op == "call_module"
-        or all(one is None for one in torch.utils._pytree.tree_leaves(held))
-        or (is_op and bool(node.is_impure(impure_random=False)))
-        or any(map(_may_act, inner))
-        or any(name in _named(node) for name in RUNNING_STATISTICS)
-        or any(tensor._version for tensor in touched)
-    )
 
 
 def _is_trained(tensor: Any) -> bool:

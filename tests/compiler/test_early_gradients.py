@@ -329,6 +329,7 @@ class Square(torch.autograd.Function):
 square = Square.apply
 DEAD: dict[str, Dead] = {
     "product": lambda net, noise, h: net.layers[3](h) * noise,
+    "changes a dead tensor": lambda net, noise, h: F.relu(h.sin().add_(noise), inplace=True).__setitem__(0, noise[0]),
     "checkpoint": lambda net, noise, h: checkpoint(lambda a, b: F.dropout(a * b).sin(), h, noise, use_reentrant=False),
     "function": lambda net, noise, h: square(h * noise),
 }  # fmt: skip
