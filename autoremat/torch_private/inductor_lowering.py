@@ -354,8 +354,7 @@ def _not_compiled(*_: Any, **__: Any) -> Any:
 def without_kernels() -> Iterator[None]:
     """Makes Inductor generate all code and compile no kernel, while active.
 
-    The compiled results cannot be called, and no cache stores them. Kernels of a CPU are scalar ones, which are written in less
-    time and need the same buffers.
+    The compiled results cannot be called, and no cache stores them.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -367,7 +366,7 @@ def without_kernels() -> Iterator[None]:
 
     with (
         functorch_config.patch({"enable_autograd_cache": False}),
-        inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp.simdlen": 1}),
+        inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
         hooked(GraphLowering, "compile_to_module", only_generated),
     ):
         yield
