@@ -196,18 +196,23 @@ def trace(
             fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
         except Exception as error:  # raised by the model's code, torch's tracing or the visitor
             notes.append(_stopped(error, bool(recorder.found)))
-    if not recorder.found:
-        said = what_dynamo_said(reasons)
-        raise CaptureError(
-            "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
-            "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")
-        )
-    found = [result for result in recorder.found if result is not None]
-    if not found:
-        raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
     if graph_breaks() - breaks:  # Dynamo counts a break more than once
         notes.append(f"Dynamo broke graphs: {BETWEEN_GRAPHS}")
-    return found, tuple(notes)
+    return _results(recorder.found, reasons), tuple(notes)
+
+
+def _results(found: list[T | None], reasons: int) -> list[T]:
+    """Returns the results that are not None. Raises ``CaptureError``, with what Dynamo said since ``reasons``, without any."""
+    results = [result for result in found if result is not None]
+    if results:
+        return results
+    if found:
+        raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
+    said = what_dynamo_said(reasons)
+    raise CaptureError(
+        "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
+        "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")
+    )
 
 
 def _stopped(error: Exception, found: bool) -> str:
