@@ -37,6 +37,7 @@ from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.insert_transfers import insert_stores, stored_values
 from autoremat.planner.graph.op import SEQUENTIAL, Trait
 from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.simulator import simulate
 from autoremat.torch_private import compilers, joint_graphs
 
 log = logging.getLogger("autoremat.passes")
@@ -109,10 +110,14 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
 
 
 def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> joint_graphs.PartitionedModules:
-    """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is consumed."""
+    """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is consumed.
+
+    Raises ``PlanInvalid`` if it is no schedule of the graph.
+    """
+    timeline = simulate(capture.graph, schedule)
     if schedule.stays:
         run_passes(capture.joint, partial(insert_stores, capture=capture, schedule=schedule))
-    run_passes(capture.joint, partial(insert_recomputation, capture=capture, schedule=schedule))
+    run_passes(capture.joint, partial(insert_recomputation, capture=capture, timeline=timeline))
     forward, backward = split(capture, schedule, static_inputs)
     forward.graph.lint()
     backward.graph.lint()

@@ -24,7 +24,8 @@ from autoremat.capture.capture import Capture
 from autoremat.ops import op_traits
 from autoremat.passes.insert_transfers import Loads
 from autoremat.planner.graph.op import COMMUNICATES, Role
-from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.simulator import Timeline
+from autoremat.torch_private.inductor_lowering import MATERIALIZED
 
 RECOMPUTED = "autoremat_recompute_of"
 """Key of ``node.meta`` for the name of the forward node that a clone recomputes."""
@@ -52,8 +53,6 @@ class _Inserter:
             return self.resolve_several(node)
         holder = self.newest.get(value)
         if holder is None:
-            if value in self.loads.outstanding:
-                raise PlanInvalid(f"the backward reads {node.name} before it is loaded")
             return node
         if self.capture.value_nodes[value] is node:
             return holder
@@ -88,8 +87,8 @@ class _Inserter:
     def __post_init__(self) -> None:
         self.calls = frozenset(self.capture.op_nodes)
 
-    def repeat(self, index: int) -> None:
-        """Clones op ``index`` at the cursor and records its results as the newest holders."""
+    def repeat(self, index: int) -> fx.Node:
+        """Clones op ``index`` at the cursor, records its results as the newest holders, and returns the clone."""
         node, op = self.capture.op_nodes[index], self.capture.graph.ops[index]
         copies, made = {node: self.clone(node)}, op.outputs
         if op_traits.averages_of(node):
@@ -104,6 +103,7 @@ class _Inserter:
             # forward values.
             for copy in copies.values():
                 copy.meta["partitioner_tag"] = "must_be_in_backward"
+        return copies[node]
 
     def complete(self, holder: fx.Node, call: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Clones ``holder``, a (nested) unpacking of ``call`` or a wait for it, to read the clone of ``call``."""
@@ -115,33 +115,38 @@ class _Inserter:
             copies[holder] = self.clone(holder, copies.__getitem__)
         return copies[holder]
 
-    def run(self, schedule: Schedule) -> None:
-        """Rewrites the backward half after ``schedule``. Raises ``PlanInvalid`` if the schedule does not fit the graph."""
+    def run(self, timeline: Timeline) -> None:
+        """Rewrites the backward half after a schedule, and marks the nodes whose results it materialises."""
         capture = self.capture
         num_forward = capture.graph.num_forward
+        schedule, ranges = timeline.schedule, timeline.live_ranges
+        materialized = frozenset(zip(ranges.values.tolist(), ranges.computed_at.tolist(), strict=True))
         (output,) = self.graph.find_nodes(op="output")
         pending = iter([*capture.op_nodes[num_forward:], output])
         self.cursor = next(pending)
         for position, index in enumerate(schedule.backward, len(schedule.forward)):
             self.newest.update(self.loads.before(position, self.cursor))
             if index < num_forward:
-                self.repeat(index)
-                continue
-            node = capture.op_nodes[index]
-            node.args, node.kwargs = fx.map_arg(node.args, self.resolve), fx.map_arg(node.kwargs, self.resolve)
-            self.cursor = next(pending)
+                node = self.repeat(index)
+            else:
+                node = capture.op_nodes[index]
+                node.args, node.kwargs = fx.map_arg(node.args, self.resolve), fx.map_arg(node.kwargs, self.resolve)
+                self.cursor = next(pending)
+            if any((value, position) in materialized for value in capture.graph.ops[index].outputs):
+                node.meta[MATERIALIZED] = True
         outputs: Any = output.args[0]
         kept = capture.num_fwd_outputs
         redirected = fx.map_arg(list(outputs[kept:]), self.resolve)
         output.args = ((*outputs[:kept], *redirected),)
 
 
-def insert_recomputation(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -> int:
-    """Rewrites ``joint`` in place so that its backward half runs ``schedule.backward``.
+def insert_recomputation(joint: fx.GraphModule, capture: Capture, timeline: Timeline) -> int:
+    """Rewrites ``joint`` in place so that its backward half runs as ``timeline``, the simulation of a schedule, does.
 
     Returns the number of recomputed ops and loads. What is loaded has been stored by :func:`insert_stores`.
-    ``capture`` is that of ``joint``. Raises ``PlanInvalid`` if the schedule does not fit the graph.
+    ``capture`` is that of ``joint``.
     """
     assert capture.joint is joint
-    _Inserter(capture, Loads(capture, schedule)).run(schedule)
+    schedule = timeline.schedule
+    _Inserter(capture, Loads(capture, schedule)).run(timeline)
     return sum(op < capture.graph.num_forward for op in schedule.backward) + len(schedule.stays)

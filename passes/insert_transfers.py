@@ -42,20 +42,12 @@ class _Transfers:
 
 
 def _transfers(capture: Capture, schedule: Schedule) -> list[_Transfers]:
-    begin, end = len(schedule.forward), len(schedule.sequence)
-    saved = frozenset(schedule.saved(capture.graph)) if schedule.stays else frozenset()
     found: list[_Transfers] = []
     for stay in schedule.stays:
         value, holder = capture.graph.values[stay.value], capture.value_nodes[stay.value]
-        form = next((form for form in value.forms if form.name == stay.form), None)
-        if form is None or stay.form not in FORMS:
+        form = next(form for form in value.forms if form.name == stay.form)
+        if holder is None or stay.form not in FORMS:
             raise PlanInvalid(f"{value.name} has no form {stay.form!r} that a graph can carry out: it may have {sorted(FORMS)}")
-        if holder is None or stay.value not in saved or (found and found[-1].stay.value >= stay.value):
-            raise PlanInvalid(f"{value.name} has a stay, but does not cross into the backward, or has a stay already")
-        if not (0 <= stay.store < begin <= stay.load <= stay.need < end and stay.store <= stay.free < stay.load):
-            raise PlanInvalid(f"the stay of {value.name} does not begin in the forward and end in the backward: {stay}")
-        if value.producer not in schedule.forward[: stay.store + 1]:
-            raise PlanInvalid(f"{value.name} is stored before it is computed")
         found.append(_Transfers(stay, form, FORMS[stay.form], holder))
     return found
 
@@ -63,7 +55,7 @@ def _transfers(capture: Capture, schedule: Schedule) -> list[_Transfers]:
 def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -> int:
     """Inserts the stores of ``schedule`` into the forward of ``joint``, in place. Returns their number.
 
-    ``capture`` is that of ``joint``. Raises ``PlanInvalid`` if the schedule does not fit the graph.
+    ``capture`` is that of ``joint``. Raises ``PlanInvalid`` for a form that no graph can carry out.
     """
     assert capture.joint is joint
     transfers = _transfers(capture, schedule)
@@ -117,8 +109,6 @@ class Loads:
         self.stored = {one.stay.value: stored[one.stay.value] for one in self.transfers}
         self.begun: dict[int, fx.Node] = {}
         self.border = len(schedule.forward)
-        self.outstanding = set(self.stored)
-        """The values whose loads are not complete."""
 
     def before(self, position: int, cursor: fx.Node) -> dict[int, fx.Node]:
         """Inserts what is due before the execution at ``position``, and before ``cursor``.
@@ -139,7 +129,6 @@ class Loads:
                 if one.stay.need == position:
                     value, builder = one.stay.value, Builder.beside(one.holder)
                     complete[value] = one.nodes.end_load(builder, one.holder, self.begun[value], self.stored[value])
-        self.outstanding.difference_update(complete)
         return complete
 
 

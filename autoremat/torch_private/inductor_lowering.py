@@ -91,6 +91,10 @@ OP = "autoremat_op"
 """Key of ``node.meta`` for the planner's op that a node is. Clones of the node and Inductor's graph keep it."""
 
 
+MATERIALIZED = "autoremat_materialized"
+"""Key of ``node.meta``: true for a result of the backward that the plan counts as a buffer from there on."""
+
+
 class Origins:
     """The nodes of the graph that became the kernels of its code.
 
@@ -254,17 +258,27 @@ def _chain_draws(scheduler: Any) -> None:
 def sequenced(memory_first: Callable[[], bool], pins_forward: Callable[[], bool]) -> Iterator[None]:
     """Makes Inductor keep the sequence of random draws while active, and prefer memory over speed if ``memory_first()``.
 
-    Backward graphs then keep their sequence (see ``_pin_order``), and forward graphs too if ``pins_forward()``. Buffers are
+    Backward graphs then keep their sequence (see ``_pin_order``), and forward graphs too if ``pins_forward()``. What the plan
+    materialises is a buffer where the plan computes it, not where a later reader needs it. Buffers are
     freed after their last use, and none is kept for a later one. Nodes that no CUDA graph can record stay at their places.
     Inductor would move those that compute results, such as gradients of parameters, to the end of the graph, and keep what they
     read.
     """
+    from torch._inductor import ir
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
     def is_pinned() -> bool:
         return memory_first() and (V.graph.is_backward or pins_forward())
+
+    def run_and_realize(run: Method, lowering: Any, node: fx.Node) -> Any:
+        result = run(lowering, node)
+        if memory_first() and MATERIALIZED in node.meta:
+            for tensor in torch.utils._pytree.tree_leaves(result):
+                if isinstance(tensor, ir.TensorBox):
+                    tensor.realize()
+        return result
 
     def compute_and_pin(compute: Method, scheduler: Any) -> None:
         compute(scheduler)
@@ -285,6 +299,7 @@ def sequenced(memory_first: Callable[[], bool], pins_forward: Callable[[], bool]
             return generate(lowering)
 
     with (
+        hooked(GraphLowering, "run_node", run_and_realize),
         hooked(Scheduler, "compute_dependencies", compute_and_pin),
         hooked(Scheduler, "compute_last_usage", keep_and_compute),
         hooked(GraphLowering, "codegen", generate_compactly),
