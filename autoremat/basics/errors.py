@@ -170,22 +170,18 @@ class BudgetInfeasible(AutorematError):
         message = self._message()
         self.args = (message if self.advice is None else f"{message}\n\n{self.advice}",)
 
-    def on_rank(self, rank: int) -> None:
-        """Names the rank of a distributed job that the error comes from."""
-        self.rank = rank
+    def restate(self, **figures: Any) -> "BudgetInfeasible":
+        """Returns the error, which from now on names other figures."""
+        for name, value in figures.items():
+            setattr(self, name, value)
         self._say()
+        return self
 
     def asked_as(self, share: float | None, reference_bytes: int | None) -> "BudgetInfeasible":
         """Returns the error, which from now on names the budget as a share of the reference peak if it was asked for so."""
         if share is not None and reference_bytes is not None and share_bytes(share, reference_bytes) == self.budget_bytes:
-            self.budget_share, self.reference_bytes = share, reference_bytes
-            self._say()
+            self.restate(budget_share=share, reference_bytes=reference_bytes)
         return self
-
-    def advised(self, advice: object) -> None:
-        """Ends the message with advice on what makes the step fit, if there is some."""
-        self.advice = advice
-        self._say()
 
     def _message(self) -> str:
         where = f" on {self.device}" if self.device else ""

@@ -134,8 +134,9 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
 
 def _compile_request(problem: Problem, around: Surroundings) -> Compiled:
     """Returns the graph compiled with a plan that holds up to the largest sizes for which one fits. Dynamo then guards them."""
-    gm, request = problem.module, request_in_split(problem, around)
+    gm, split = problem.module, request_in_split(problem, around)
     assert gm is not None
+    request = split.request
     begin = source_info.begin_of(gm.graph)
     *larger, present = sizes_to_plan_for(problem.inputs, request.limits)
     for sizes in (*larger, present):
@@ -151,10 +152,14 @@ def _compile_request(problem: Problem, around: Surroundings) -> Compiled:
             if found.report is not None:
                 note_grant(request, around, found.report.budget_bytes)
             evaluates = not request.must_fit and request.limits.peak_bytes is not None and around.evaluates
-            return published(found.function, found.report, request, note_on(gm), EVALUATION if evaluates else "")
+            note = (
+                note_on(gm) if request.limits.step_share is None else split.note
+            )  # a profile measures the code between graphs
+            return published(found.function, found.report, request, note, EVALUATION if evaluates else "")
         except Exception as error:
             if must_fit and find_cause(error, BudgetInfeasible) is not None:
                 continue
+            split.restate(error)
             if is_user_error(error) or asks_to_restart(error) or compilers.lacks_cpp_compiler(error) or not request.fuses:
                 raise
             if not request.falls_back:

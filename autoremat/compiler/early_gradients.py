@@ -104,7 +104,7 @@ def _wanted_parts(options: Options, around: Surroundings, is_hooked: bool) -> in
     """Returns the number of parts; 1 for a graph that stays whole."""
     wanted = options.early_gradients
     if wanted == "auto":
-        is_whole = around.why_broken is None and around.block is None and options.in_flight is None
+        is_whole = around.why_broken is None and around.block is None and not options.open_calls.sends_gradients
         wanted = is_hooked and is_whole and not options.plan and options.max_slowdown is None
     return (PARTS if wanted else 1) if isinstance(wanted, bool) else int(wanted)
 

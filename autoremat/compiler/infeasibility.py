@@ -36,7 +36,7 @@ def _infeasible(
     """Returns the error that names the budget, the ``minimum`` peak and the tensors that are live at that peak.
 
     That is the peak of ``smallest``, which is the smallest plan of the search if not given, with its code. The limits add what
-    their origin advises, or the figures of all graphs that share the budget. ``figures`` are further ones of the error.
+    their origin advises. ``figures`` are further ones of the error.
     """
     limits, asked = planned.problem.request.limits, planned.budget
     budget, smallest = asked.bytes or 0, smallest or planned.planning.smallest
@@ -57,8 +57,6 @@ def _infeasible(
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),
     }
-    if limits.common is not None:
-        figures |= limits.common.figures(max(0, minimum - budget), limits.advice)
     reference = None if asked.reference is None else asked.reference.bytes
     return BudgetInfeasible(**figures).asked_as(limits.reference_share, reference)
 

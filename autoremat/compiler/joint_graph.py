@@ -185,7 +185,7 @@ def capture_and_price(joint: JointGraph, problem: Problem) -> PricedGraph | None
     if captured.graph.single_phase:
         return None
     accumulated = _parameter_gradient_bytes(joint, captured)
-    if request.limits.step_share is None and request.calls != OpenCalls():  # a profile counts open calls and gradients itself
+    if request.calls != OpenCalls():
         captured = replace(captured, graph=request.calls.of(captured.graph, accumulated))
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, problem)))
     unused: tuple[str, ...] = ()

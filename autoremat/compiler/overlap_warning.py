@@ -312,14 +312,15 @@ class Watch:
         here = [one for one in every if (one.device, one.thread) == (present.device, present.thread)]
         own = [one for one in here if one.graph is graph]
         # Budgets in bytes bound others of their kind, and so do shares. The peak counts calls in flight.
-        earlier = own[report.in_flight - 1 :]
+        others = report.plan.graph.calls.others
+        earlier = own[others:]
         earlier += [one for one in here if one.graph is not graph and one.graph.by_share == graph.by_share]
         if graph.by_share or report.budget_bytes is None:
             self.shared.note(graph, earlier)
             return
         to_own, to_others = self.gradients.live_bytes(present, bool(here))
         more = to_others + (0 if graph.counts_gradients else to_own) if graph.bounds_gradients else 0
-        peak -= max(0, report.in_flight - 1 - len(own)) * report.held_bytes if more else 0  # calls in flight that are not open
+        peak -= max(0, others - len(own)) * report.held_bytes if more else 0  # calls in flight that are not open
         held = sum(one.held_bytes for one in earlier)
         if held + more and peak + held + more > report.budget_bytes:
             self.end()

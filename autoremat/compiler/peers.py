@@ -258,7 +258,7 @@ def joined(problem: Problem, place: str, communicates: bool) -> Iterator[Peers]:
         except Exception as error:
             infeasible = find_cause(error, BudgetInfeasible)
             if infeasible is not None and infeasible.rank is None and peers.binding is not None:
-                infeasible.on_rank(peers.binding)
+                infeasible.restate(rank=peers.binding)
             raise
 
 

@@ -156,8 +156,7 @@ class PlannedGraph:
         now("describing the plan")
         problem, planning, budget, captured = self.problem, self.planning, self.budget, self.priced.captured
         limits, joint, whole, least = problem.request.limits, self.priced.joint, self.whole, planning.least
-        share = self.priced.share
-        notes = ("" if share is None else share.note, note_on_settings(captured.runs_on), note_on_sizes(joint.module.graph),
+        notes = (note_on_settings(captured.runs_on), note_on_sizes(joint.module.graph),
                  _note_on_memory(budget.bytes, captured.device.name))  # fmt: skip
         plan = dataclasses.replace(
             self.plan,

@@ -52,8 +52,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     """
     if report is None:
         return compiled
-    has_own_budget = request.limits.step_share is None  # a profile measures the code between graphs
-    more = (PART if request.on_infeasible == AS_A_STEP else "", note if has_own_budget else "")
+    more = (PART if request.on_infeasible == AS_A_STEP else "", note)
     # A record may have the ledger of another device.
     report = dataclasses.replace(report, device_ledger=request.limits.ledger, notes=(*report.notes, *filter(None, more)))
     _tell(report, request, excuse)
@@ -63,7 +62,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
         host_memory.release()  # the buffers of a plan that this one replaces have other sizes
     if report.stored is not None and report.stored.moved_bytes:
         compiled = TransferCheck(compiled, report.stored.moved_bytes)
-    if not (request.limits.bounds_memory and has_own_budget):
+    if not request.limits.bounds_memory or request.limits.step_share is not None:
         return compiled
     return watched(compiled, report, request.limits.reference_share is not None)
 

@@ -277,7 +277,7 @@ class _AsTorchDoes:
         assert self.priced is not None
         graph = self.priced.graph
         held = [*({**self.saved, **self.returned}.values())]
-        beside = [*((graph.calls.in_flight - 1) * held), graph.calls.resident_bytes]
+        beside = [*(graph.calls.others * held), graph.calls.resident_bytes]
         size = max(half.peak_bytes for half in halves.values()) + sum(beside)
         allocations = {is_backward: half.allocations for is_backward, half in halves.items()}
         known = {is_backward: one for is_backward, one in allocations.items() if one is not None}

@@ -9,6 +9,7 @@ step profile.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetWarning, OptionsError, is_user_error, planning_error
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, find_cause, is_user_error, planning_error
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
@@ -34,9 +35,9 @@ from autoremat.planner.graph.op import SHARDS, Role
 from autoremat.planner.multigraph.ledger import Border, OpenCalls, Part, moments_of
 from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
 from autoremat.planner.multigraph.step_profile import ENDED_BY_CLOCK, StepProfile
-from autoremat.planner.plans.limits import Share, border_values, output_bytes
+from autoremat.planner.plans.limits import border_values, output_bytes
 from autoremat.request.budgets import note_grant, request_of_share, warn_of_open_calls
-from autoremat.request.request import CommonBudget, Request
+from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import joint_graphs, split_graphs
 from autoremat.torch_private.dynamo import asks_to_restart
@@ -68,50 +69,77 @@ BUCKETS = Words(
 PARTS = Words("part", "for early gradients", "early_gradients=False", "hands over all gradients at its end")
 
 
+_profiles: WeakKeyDictionary[Any, StepProfile | None] = WeakKeyDictionary()
+"""The steps of the graphs that are compiled in parts now. None if a graph could not be planned and falls back."""
+
+
 @dataclass(frozen=True)
-class SharedBudget:
-    """The budget of a split graph, shared out. ``shares`` has each part's; None for a part without a choice of plans."""
+class SplitRequest:
+    """The request of a graph. A part has the ``profile`` of the step of all parts, with its share of the budget."""
 
-    profile: StepProfile
-    shares: tuple[Share | None, ...]
+    request: Request
+    profile: StepProfile | None = None
+    split: Split | None = None
+
+    @property
+    def note(self) -> str:
+        """The note on all parts for the report; empty for a graph with a budget of its own."""
+        return "" if self.profile is None or self.split is None else _note(self.profile, self.split)
+
+    def restate(self, error: Exception) -> None:
+        """Names the figures of all parts in an error of one."""
+        infeasible, profile, split = find_cause(error, BudgetInfeasible), self.profile, self.split
+        if infeasible is None or profile is None or split is None:
+            return
+        excess, budget = max(0, infeasible.minimum_bytes - infeasible.budget_bytes), profile.budget_bytes or 0
+        part = f"{_words_of(split).part} {split.number + 1} needs {format_bytes(excess)} more than its share"
+        infeasible.restate(
+            budget_bytes=budget,
+            minimum_bytes=budget + excess,
+            lower_bound_bytes=min(profile.minimum_peak_bytes, budget),
+            remedies=(*self.request.limits.advice, f"{part}; {_advice_of(split)}"),
+            gradient_bytes=0,
+            parts=(),
+            device_bytes=None,
+            is_simulated=False,
+        )
 
 
-_shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
-"""The budgets of the graphs that are compiled in parts now. None if a graph could not be planned and falls back."""
-
-
-def request_in_split(problem: Problem, around: Surroundings) -> Request:
-    """Returns the request for a graph: with its share of the common budget if it is a part, else ``request``.
+def request_in_split(problem: Problem, around: Surroundings) -> SplitRequest:
+    """Returns the request of a graph: with its share of the common budget if it is a part, else that of ``problem``.
 
     Raises ``BudgetInfeasible`` if the parts do not fit together, and ``OptionsError`` for a budget of time.
     """
     request = problem.request
     split = _split_of(request)
     if split is None:
-        return request
+        return SplitRequest(request)
     # Also within a broken function, they fit by themselves.
     request = Request.of(request.options, request.limits, request.calls)
     if split.number == 0:  # later parts are not known as graphs any more
         if request.calls != OpenCalls():
             warn_of_open_calls()
-        if split.owner not in _shared:
-            _shared[split.owner] = planned_together(split, request, problem.patches)
-        first = _shared[split.owner]
-        note_grant(request, around, None if first is None else first.profile.budget_bytes)
-    shared = _shared.get(split.owner)
-    share = None if shared is None else shared.shares[split.number]
-    if shared is None or share is None:
-        return request
-    profile, words = shared.profile, _words_of(split)
-    common = CommonBudget(profile, f"{words.part} {split.number + 1}", _advice_of(split))
-    return request_of_share(share, profile, request.options, request.limits.advice, common)
+        if split.owner not in _profiles:
+            _profiles[split.owner] = planned_together(split, request, problem.patches)
+        first = _profiles[split.owner]
+        note_grant(request, around, None if first is None else first.budget_bytes)
+    profile = _profiles.get(split.owner)
+    share = None if profile is None else profile.shares_of(_key(split.number)).get(None)
+    if profile is None or share is None:  # it falls back, or has no choice of plans
+        return SplitRequest(request)
+    return SplitRequest(request_of_share(share, profile, request.options, request.limits.advice), profile, split)
 
 
-def _words_of(split: split_graphs.Split) -> Words:
+def _key(number: int) -> str:
+    """Returns the key of a part in the step of all."""
+    return f"part {number}"
+
+
+def _words_of(split: Split) -> Words:
     return BUCKETS if split.hooks is None else PARTS
 
 
-def _advice_of(split: split_graphs.Split) -> str:
+def _advice_of(split: Split) -> str:
     """Returns the advice for an error whose figures are those of all parts."""
     words = _words_of(split)
     if split.hooks is None:
@@ -126,7 +154,7 @@ def _advice_of(split: split_graphs.Split) -> str:
     )
 
 
-def _split_of(request: Request) -> split_graphs.Split | None:
+def _split_of(request: Request) -> Split | None:
     """Returns the split whose part is compiled now; None if its parts need no common budget."""
     limits = request.limits
     if not limits.bounds_memory or limits.step_share is not None or limits.takes_whole_reference:
@@ -150,20 +178,20 @@ def _split_of(request: Request) -> split_graphs.Split | None:
     return split
 
 
-def planned_together(split: split_graphs.Split, request: Request, patches: Mapping[str, Any]) -> SharedBudget | None:
-    """Returns the budget shared out among all parts; None if one of them cannot be planned and falls back.
+def planned_together(split: Split, request: Request, patches: Mapping[str, Any]) -> StepProfile | None:
+    """Returns the step of all parts with its budget shared out; None if one of them cannot be planned and falls back.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits and the request does not ask for the best effort.
     """
     words = _words_of(split)
 
-    def traced(may_repeat: bool) -> StepOfParts:
+    def traced(may_repeat: bool) -> tuple[Step, frozenset[int]]:
         with split_graphs.tracing_undone():
             return step_of(split, request, patches, may_repeat)
 
     now(f"planning {split.count} {words.part}s together")
     try:
-        found = traced(SHARDS not in request.forms)
+        step, gathering_ranks = traced(SHARDS not in request.forms)
     except Exception as error:  # models and ops are open-ended, so any error may occur
         if is_user_error(error) or asks_to_restart(error):
             raise
@@ -171,25 +199,22 @@ def planned_together(split: split_graphs.Split, request: Request, patches: Mappi
             raise planning_error(error, f"the {split.count} {words.part}s of a graph") from error
         log.info("planning the parts together failed", exc_info=error)
         return None
-    if not found.step.graphs:
+    if not step.graphs:
         return None
-    repeats = found.gathering_ranks and job() is not None
-    gathers = Gathers(found.gathering_ranks, lambda: traced(may_repeat=False).step) if repeats else None
+    repeats = gathering_ranks and job() is not None
+    gathers = Gathers(gathering_ranks, lambda: traced(may_repeat=False)[0]) if repeats else None
     place = f"{split.count} {words.parts}"
     advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, _advice_of(split))))
-    profile = agreed_profile(found.step, advised, place, f"the step of {place}", gathers)
+    profile = agreed_profile(step, advised, place, f"the step of {place}", gathers)
     log.info("%s share one budget: %s", place, profile.line())
-    shares = (None if entry is None else profile.shares[entry] for entry in found.entries)
-    notes = (_note(profile, split, number) for number in range(split.count))
-    noted = (None if share is None else replace(share, note=note) for share, note in zip(shares, notes, strict=True))
-    return SharedBudget(profile, tuple(noted))
+    return profile
 
 
-def _note(profile: StepProfile, split: split_graphs.Split, number: int) -> str:
-    """Returns the note in the report of part ``number``."""
+def _note(profile: StepProfile, split: Split) -> str:
+    """Returns the note in the report of a part."""
     words = _words_of(split)
     note = (
-        f"{words.part} {number + 1} of {split.count} {words.cause}: they share one budget of "
+        f"{words.part} {split.number + 1} of {split.count} {words.cause}: they share one budget of "
         f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
         f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
     )
@@ -200,18 +225,11 @@ def _note(profile: StepProfile, split: split_graphs.Split, number: int) -> str:
 # -- the step of a split graph -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepOfParts:
-    """The step of a split graph, with the entry of each part; None for a part without a choice of plans."""
+def step_of(split: Split, request: Request, patches: Mapping[str, Any], may_repeat: bool) -> tuple[Step, frozenset[int]]:
+    """Returns the step of the parts of ``split``, each traced and planned, and the ranks that repeat gathers together.
 
-    step: Step
-    entries: tuple[int | None, ...]
-    gathering_ranks: frozenset[int]
-    """The ranks that repeat gathers together."""
-
-
-def step_of(split: Split, request: Request, patches: Mapping[str, Any], may_repeat: bool) -> StepOfParts:
-    """Returns the step of the parts of ``split``, each traced and planned. No code is generated."""
+    A part without a choice of plans is no graph of the step. No code is generated.
+    """
     parts, received, returned = split_graphs.parts_of(split)
     device = device_of_inputs(parts[0].module, [*received.values(), *returned])
     planned = [_planned(part, request, patches, may_repeat) for part in parts]
@@ -220,22 +238,20 @@ def step_of(split: Split, request: Request, patches: Mapping[str, Any], may_repe
     hooks = split.hooks or GradientHooks()
     freed = {borders.place_of(received.get(name)) for name in hooks.freed} - {None}
     graphs = [graph for graph in planned if graph is not None]
-    numbers = iter(range(len(graphs)))
-    entries = tuple(None if graph is None else next(numbers) for graph in planned)
+    numbers = itertools.count()
     frame = [
-        Part(None) if graph is None or entry is None else _part(entry, part, graph, borders, hooks.bytes, freed)
-        for entry, part, graph in zip(entries, parts, planned, strict=True)
+        Part(None) if graph is None else _part(next(numbers), part, graph, borders, hooks.bytes, freed)
+        for part, graph in zip(parts, planned, strict=True)
     ]
     step = Step(
-        graphs=tuple(graph.in_step(f"part {number}") for number, graph in enumerate(planned) if graph is not None),
+        graphs=tuple(graph.in_step(_key(number)) for number, graph in enumerate(planned) if graph is not None),
         moments=moments_of(frame, borders.all),
         order=(*(f"forward {n}" for n in range(len(graphs))), *(f"backward {n}" for n in reversed(range(len(graphs))))),
         device=str(device),
         headroom=CODE_HEADROOM if request.fuses else 0.0,
         host_bytes=request.limits.host_bytes,
     )
-    ranks = (graph.priced.gathering_ranks for graph in graphs)
-    return StepOfParts(step, entries, frozenset[int]().union(*ranks))
+    return step, frozenset[int]().union(*(graph.priced.gathering_ranks for graph in graphs))
 
 
 class _Borders:

@@ -77,8 +77,7 @@ def plan(
     if solver == "ilp" and not graph.is_plain:
         raise OptionsError(
             "solver='ilp' counts the results of one call, all of them materialised, but this graph's code generator fuses, "
-            f"other calls are open or values have forms (fuses={graph.machine.fuses}, in_flight={graph.calls.in_flight}, "
-            f"resident_bytes={graph.calls.resident_bytes}). Use 'auto'"
+            f"other calls are open or values have forms (fuses={graph.machine.fuses}, {graph.calls}). Use 'auto'"
         )
     seconds = positive_seconds(time_limit, "time_limit")
     parsed = parse_budget(memory_budget, "memory_budget")

@@ -258,7 +258,7 @@ class _Explainer:
             return Reason.CHEAP, against(seconds, saving)
         if self.budget is not None:
             start, end = self.forward_end.get(value, self.num_forward - 1) + 1, self.again[index]
-            stretch, in_others = self.plan.timeline.bytes_at[start:end], (self.graph.calls.in_flight - 1) * size
+            stretch, in_others = self.plan.timeline.bytes_at[start:end], self.graph.calls.others * size
             if len(stretch) and int(stretch.max()) + size + in_others > self.budget:
                 return Reason.BUDGET, self.moment(start + int(stretch.argmax()), size + in_others)
             if in_others and self.plan.peak_bytes + in_others > self.budget:

@@ -136,10 +136,7 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
         found += [LiveTensor(v.name, v.bytes, TensorCategory.TANGENT, v.module, v.source) for v in tangents]
     op = graph.ops[plan.schedule.sequence[position]]
     found.append(LiveTensor(op.name, op.workspace_bytes, TensorCategory.WORKSPACE, op.module, op.source))
-    others, name = (
-        plan.timeline.other_calls_bytes,
-        f"saved tensors and outputs of {graph.calls.in_flight - 1} other calls in flight",
-    )
+    name, others = f"saved tensors and outputs of {graph.calls.others} other calls in flight", plan.timeline.other_calls_bytes
     found.append(LiveTensor(name, others, TensorCategory.OTHER_CALLS, "", ""))
     kept = "gradients and outputs of earlier micro-batches"
     found.append(LiveTensor(kept, graph.calls.resident_bytes, TensorCategory.RESIDENT, "", ""))
@@ -205,7 +202,7 @@ def _host_bytes_at(plan: Plan) -> NDArray[np.int64]:
         held = graph.values[stay.value].form(stay.form).host_bytes
         change[stay.store] += held
         change[stay.need] -= held
-        change[0] += (graph.calls.in_flight - 1) * held
+        change[0] += graph.calls.others * held
     return np.cumsum(change)[:-1]
 
 

@@ -23,7 +23,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.planner.plans.limits import Share
-from autoremat.request.request import AS_A_STEP, CommonBudget, Request, RequestedLimits
+from autoremat.request.request import AS_A_STEP, Request, RequestedLimits
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private.dynamo import in_few_words, resets
 
@@ -83,7 +83,8 @@ def request_of_recording(options: Options) -> Request:
     """
     share = None if options.memory_budget is None else 1.0
     host = _host_bytes(options, share_of_host_memory)
-    return Request.of(options, RequestedLimits(reference_share=share, max_slowdown=options.max_slowdown, host_bytes=host))
+    limits = RequestedLimits(reference_share=share, max_slowdown=options.max_slowdown, host_bytes=host)
+    return Request.of(options, limits, OpenCalls())
 
 
 def _limits_of(options: Options, around: Surroundings, calls: OpenCalls) -> RequestedLimits:
@@ -151,7 +152,7 @@ def _of_share(share: Share | None, profile: StepProfile, options: Options, aroun
     """Returns the request of a graph with a share in the budget of a profiled step; None for a profile without a budget."""
     if share is None:
         return _in_profile(profile, None, options, around)
-    if options.in_flight is not None or options.accumulate is not None:
+    if options.open_calls != OpenCalls():
         warn_of_open_calls()
     host = profile.step.host_bytes
     if host is None and options.host_memory is not None:
@@ -162,12 +163,10 @@ def _of_share(share: Share | None, profile: StepProfile, options: Options, aroun
     return request_of_share(share, profile, options, () if around.block is None else (ADVICE_FOR_A_BLOCK,))
 
 
-def request_of_share(
-    share: Share, profile: StepProfile, options: Options, advice: tuple[str, ...], common: CommonBudget | None = None
-) -> Request:
-    """Returns the request of a graph with a share in a step's budget, of which its errors may name the ``common`` figures."""
+def request_of_share(share: Share, profile: StepProfile, options: Options, advice: tuple[str, ...]) -> Request:
+    """Returns the request of a graph with a share in a step's budget."""
     host, ledger = profile.step.host_bytes, profile.device_ledger
-    limits = RequestedLimits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, common=common, advice=advice)
+    limits = RequestedLimits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, advice=advice)
     if not (profile.must_fit or options.on_infeasible):
         options = replace(options, on_infeasible="best_effort")
     return Request.of(options, limits, OpenCalls())
@@ -176,6 +175,12 @@ def request_of_share(
 def _in_profile(profile: StepProfile, budget: int | None, options: Options, around: Surroundings) -> Request:
     request = request_of(replace(options, memory_budget=budget), around)
     return replace(request, limits=replace(request.limits, ledger=profile.device_ledger))
+
+
+def refuse_open_calls(options: Options, who: str, *names: str) -> None:
+    """Raises ``OptionsError`` for the options ``names`` on open calls, which ``who`` measures."""
+    if any(getattr(options, name) is not None for name in names):
+        raise OptionsError(f"{who} counts the calls that are open at once itself: leave out {' and '.join(names)}")
 
 
 def warn_of_open_calls() -> None:

@@ -5,41 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from autoremat.basics.checks import budget_bytes
-from autoremat.basics.units import format_bytes
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.graph.op import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import OpenCalls
-from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.planner.plans.limits import Share
-
-
-@dataclass(frozen=True)
-class CommonBudget:
-    """The budget that the parts of a split graph share. An error of one part names the figures of all together."""
-
-    profile: StepProfile
-    part: str
-    """Name of the part in texts."""
-    advice: str
-
-    def figures(self, excess_bytes: int, advice: tuple[str, ...]) -> dict[str, Any]:
-        """Returns the figures of the error for a part that needs ``excess_bytes`` more than its share, after other advice."""
-        budget = self.profile.budget_bytes or 0
-        return {
-            "budget_bytes": budget,
-            "minimum_bytes": budget + excess_bytes,
-            "lower_bound_bytes": min(self.profile.minimum_peak_bytes, budget),
-            "remedies": (*advice, f"{self.part} needs {format_bytes(excess_bytes)} more than its share; {self.advice}"),
-            "gradient_bytes": 0,
-            "parts": (),
-            "device_bytes": None,
-            "is_simulated": False,
-        }
 
 
 @dataclass(frozen=True)
@@ -63,8 +36,6 @@ class RequestedLimits:
     """The most bytes that saved tensors of all open calls may take on the host; None to keep none there."""
     ledger: DeviceBudget | None = field(default=None, compare=False)
     """The ledger of the device that leaves ``peak_bytes``; None without a device budget."""
-    common: CommonBudget | None = field(default=None, compare=False)
-    """The budget of all parts of a split graph, of which ``step_share`` is this one's share."""
     advice: tuple[str, ...] = field(default=(), compare=False)
     """Advice for the error if no plan fits."""
 

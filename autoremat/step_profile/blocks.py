@@ -29,7 +29,7 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step import Step
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
-from autoremat.request.budgets import is_profile, request_of
+from autoremat.request.budgets import is_profile, refuse_open_calls, request_of
 from autoremat.request.surroundings import Surroundings, current_block, current_receiver, received_by, running_block
 from autoremat.step_profile.profile import profile_step, recorded_step, variants_of
 from autoremat.step_profile.recording import FirstSteps
@@ -103,8 +103,7 @@ class CompiledBlocks(Shown):
         self._options = Options.parse({**self._given, **own}, None, compilers.inductor_config_names)
         if is_profile(self._options):
             raise OptionsError("compile_blocks takes a budget of its own, not the result of profile_step: pass step=... to it")
-        if self._options.in_flight is not None:
-            raise OptionsError("compile_blocks counts the calls that are open at once itself: leave out in_flight")
+        refuse_open_calls(self._options, "compile_blocks", "in_flight")
         self.blocks, self.variants = tuple(blocks), variants
         self._profile: StepProfile | None = None
         self._must_fit = True

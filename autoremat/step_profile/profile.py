@@ -23,7 +23,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
 from autoremat.planner.multigraph.step_profile import StepProfile
-from autoremat.request.budgets import is_profile, request_of
+from autoremat.request.budgets import is_profile, refuse_open_calls, request_of
 from autoremat.request.surroundings import Surroundings, received_by
 from autoremat.step_profile.recording import Recording, meter_of
 from autoremat.torch_private import autograd, compilers, frames
@@ -101,8 +101,7 @@ def _accepted(options: Mapping[str, Any] | None, memory_budget: int | float | st
         raise OptionsError(
             "max_slowdown bounds the time of one graph, and a step profile divides bytes among several: leave it out"
         )
-    if parsed.in_flight is not None or parsed.accumulate is not None:
-        raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
+    refuse_open_calls(parsed, "a step profile", "in_flight", "accumulate")
     if is_profile(parsed):
         raise OptionsError(
             "a step profile takes a budget of its own, not the result of another one: pass bytes, a share or a device budget"

@@ -73,7 +73,7 @@ def explain(
             return explain_by(model_or_fn, args, kwargs, strict, device, lower)
         except BudgetInfeasible as error:
             if advice:
-                error.advised(advise(explained, strict, args, kwargs, error, time.perf_counter() - begin))
+                error.restate(advice=advise(explained, strict, args, kwargs, error, time.perf_counter() - begin))
             if not is_wish:
                 raise
             warn_user(f"{error}", BudgetWarning)

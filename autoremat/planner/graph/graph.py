@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,6 +62,11 @@ class Calls:
     resident_bytes: int = 0
     """Bytes that are live beside all calls, whatever is planned: gradients of earlier micro-batches, and outputs of finished
     calls."""
+
+    @property
+    def others(self) -> int:
+        """Number of open calls beside the running one."""
+        return self.in_flight - 1
 
     def __post_init__(self) -> None:
         if self.in_flight < 1 or self.resident_bytes < 0:
@@ -140,6 +145,10 @@ class Graph:
         or bytes.
         """
         return cls.from_dag(*_lists_of_networkx(directed), **arguments)
+
+    def with_calls(self, number: int) -> Graph:
+        """Returns the graph with so many open calls."""
+        return replace(self, calls=replace(self.calls, in_flight=number))
 
     def verify(self) -> None:
         """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops, and for numbers of

@@ -121,8 +121,8 @@ def _live(events: Sequence[Event]) -> list[int]:
 
 def beside_sizes(timeline: Timeline) -> list[int]:
     """Returns the bytes of the allocations that are live beside a call: those of other open calls, and the resident ones."""
-    others = timeline.graph.calls.in_flight - 1
-    return [*(others * held_sizes(timeline.graph, timeline.schedule)), timeline.graph.calls.resident_bytes]
+    calls = timeline.graph.calls
+    return [*(calls.others * held_sizes(timeline.graph, timeline.schedule)), calls.resident_bytes]
 
 
 ROUNDING = 512

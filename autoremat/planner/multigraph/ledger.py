@@ -73,17 +73,10 @@ class OpenCalls:
     sends_gradients: bool = False
     """True if the gradients of inputs are live until the next call has made its own, as in a pipeline, which sends them."""
 
-    def resident_bytes(self, graph: Graph, accumulated_bytes: int) -> int:
-        """Returns the bytes that are live beside all open calls of ``graph``.
-
-        ``accumulated_bytes`` is the size of the gradients that later micro-batches add to.
-        """
-        sent = sum(graph.values[v].bytes for v in graph.backward_outputs) - accumulated_bytes if self.sends_gradients else 0
-        return sent + (accumulated_bytes if self.accumulates else 0)
-
     def of(self, graph: Graph, accumulated_bytes: int) -> Graph:
-        """Returns ``graph`` with these open calls."""
-        return replace(graph, calls=Calls(self.number, self.resident_bytes(graph, accumulated_bytes)))
+        """Returns ``graph`` with these open calls. Later micro-batches add to gradients of ``accumulated_bytes``."""
+        sent = sum(graph.values[v].bytes for v in graph.backward_outputs) - accumulated_bytes if self.sends_gradients else 0
+        return replace(graph, calls=Calls(self.number, sent + self.accumulates * accumulated_bytes))
 
 
 # -- the moments of graphs that run one after the other --------------------------------------------------------------------

@@ -43,8 +43,6 @@ class Share:
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
-    note: str = ""
-    """A line for the report: the step to which the share belongs, if the backend itself shared out its budget."""
     host_bytes: int = 0
     """The most bytes that a call may hold on the host."""
 

@@ -63,7 +63,7 @@ class GroupedPlan:
         """The last execution of each group."""
         self.num_forward = int(np.searchsorted(self.begins, border))
         """Number of groups of the forward."""
-        self.num_freeing = len(self.begins) if self.graph.calls.in_flight == 1 else self.num_forward
+        self.num_freeing = len(self.begins) if not self.graph.calls.others else self.num_forward
         """Number of groups behind which values may be freed. Other open calls hold what the backward frees, so it frees nothing
         then."""
         self.bytes: Numbers = np.maximum.reduceat(plan.timeline.bytes_at, self.begins)
@@ -93,7 +93,7 @@ class GroupedPlan:
         """For each group, its bytes while all values are away that could be."""
         change = np.zeros(len(self.begins) + 1, dtype=np.int64)
         best = {one.value: one for one in sorted(self.storables, key=lambda one: one.relief)}
-        others = (self.graph.calls.in_flight - 1) * sum(one.relief for one in best.values())
+        others = self.graph.calls.others * sum(one.relief for one in best.values())
         for one in best.values():
             change[one.free + 1] -= one.relief
             change[one.need] += one.relief
@@ -118,7 +118,7 @@ class GroupedPlan:
     def least_stall(self, budget: int) -> float:
         """Returns a lower bound on the waits by which stays could bring the peak down to ``budget`` bytes."""
         fullest = int(self.bytes.argmax())
-        if any(one.form.store.engine is Engine.COMPUTE for one in self.storables) or self.graph.calls.in_flight > 1:
+        if any(one.form.store.engine is Engine.COMPUTE for one in self.storables) or self.graph.calls.others:
             return 0.0
         return max(0.0, int(self.bytes[fullest] - budget) / max(self.store_rate, 1e-9) - float(self.clock[fullest]))
 

@@ -167,7 +167,7 @@ class JointProgram:
         rows.add_entries({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
         if self.host_bytes is not None:
             held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
-            rows.add_entries(held, -np.inf, self.host_bytes / self.graph.calls.in_flight / GIBIBYTE)
+            rows.add_entries(held, -np.inf, self.host_bytes / (1 + self.graph.calls.others) / GIBIBYTE)
         return rows
 
     @cached_property
@@ -235,7 +235,7 @@ class JointProgram:
         rows.add_entries(held, -np.inf, np.inf)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
-        if not (others := self.graph.calls.in_flight - 1):
+        if not (others := self.graph.calls.others):
             return
         for value, column in self.kept.items():
             held[column] = held.get(column, 0.0) + others * self._bytes(value)

@@ -84,7 +84,7 @@ class LiveView:
         absent = np.zeros(len(buffers.value), dtype=np.bool_) if fused is None else fused.absent
         self.bytes_at: Numbers = (plan.timeline.bytes_at if bytes_at is None else bytes_at).astype(np.int64)
         """Bytes at each execution, with those of the moves so far."""
-        self.others = self.graph.calls.in_flight - 1
+        self.others = self.graph.calls.others
         self.num_ranges = len(buffers.value)
         """Number of ranges of the plan itself. Those of moves come behind them."""
         self.value: list[int] = buffers.value.tolist()

@@ -122,7 +122,7 @@ class _Points:
         self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
         self.fixed = fixed_bytes(graph)
-        self.others = graph.calls.in_flight - 1
+        self.others = graph.calls.others
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
         self.chosen = self._choose()[: 1 if only_first else None]
         self.read_later: dict[int, frozenset[int]] = {}

@@ -61,7 +61,7 @@ def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) ->
     plan, best, least, budget = grouped.plan, None, most_stall, limits.peak_bytes
     if budget is None or grouped.least_bytes > budget:
         return None
-    host = math.inf if limits.host_bytes is None else limits.host_bytes // plan.graph.calls.in_flight
+    host = math.inf if limits.host_bytes is None else limits.host_bytes // (1 + plan.graph.calls.others)
     for num_freeing in dict.fromkeys((grouped.num_forward, grouped.num_freeing)):
         loads: dict[int, int] = {}
         goal = budget
@@ -113,7 +113,7 @@ class _Sweep:
         self.bytes = grouped.bytes.copy()
         """Bytes at each group, without what is chosen to be away then."""
         self.clock: list[float] = grouped.clock.tolist()
-        self.others = grouped.graph.calls.in_flight - 1
+        self.others = grouped.graph.calls.others
         self.waited = 0.0
         self.ended: list[float] = []
         """The moments at which the groups so far end."""
@@ -293,7 +293,7 @@ def _load_late(grouped: GroupedPlan, away: Sequence[_Away]) -> None:
 
 def _delay_loads(grouped: GroupedPlan, away: Sequence[_Away], goal: int) -> None:
     """Delays loads where memory is over the goal, first those of values that are needed last."""
-    bytes_at = grouped.bytes - (grouped.graph.calls.in_flight - 1) * sum(one.storable.relief for one in away)
+    bytes_at = grouped.bytes - grouped.graph.calls.others * sum(one.storable.relief for one in away)
     for one in away:
         bytes_at[one.free + 1 : one.load] -= one.storable.relief
     for one in reversed(away):
@@ -310,7 +310,7 @@ def relieving(plan: Plan, shares: Sequence[float] = SHARES) -> Iterator[Plan]:
     What one of several open calls keeps there is live while the others run, whatever the peak of its own graph.
     """
     graph = plan.graph
-    grouped = GroupedPlan(Plan.of(replace(graph, calls=replace(graph.calls, in_flight=MANY)), plan.schedule, plan.label))
+    grouped = GroupedPlan(Plan.of(graph.with_calls(MANY), plan.schedule, plan.label))
     best = {one.value: one.relief for one in sorted(grouped.storables, key=lambda one: one.relief)}
     for share in shares if best else ():
         found = place(grouped, Limits(grouped.plan.peak_bytes - int((MANY - 1) * share * sum(best.values()))))

@@ -279,7 +279,7 @@ class Planner:
 
     def _of_saved_bytes(self, limit: WorkLimit) -> list[Plan]:
         """Returns plans of several amounts of saved bytes: those of a graph with very many open calls, within its budgets."""
-        many = replace(self.graph, calls=replace(self.graph.calls, in_flight=MANY))
+        many = self.graph.with_calls(MANY)
         starts = [Plan.of(many, plan.schedule, plan.label) for plan in self.plans]
         search, peaks = LocalSearch(many, limit), [plan.peak_bytes for plan in starts]
         least, most, found = min(peaks), max(peaks), list[Plan]()
