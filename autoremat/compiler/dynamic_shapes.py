@@ -33,7 +33,7 @@ def sizes_to_plan_for(inputs: Sequence[Any], limits: RequestedLimits) -> tuple[S
     A share of the reference peak is one of the peak at the sizes at hand, so that its plan has no largest sizes.
     """
     is_share = limits.reference_share is not None and not limits.granted_bytes
-    sizes = dynamic_sizes(inputs) if limits.bounds_memory and not is_share else []
+    sizes = dynamic_sizes(inputs) if limits.bounds_peak and not is_share else []
     present = {size: size.hint for size in sizes}
     largest = present if limits.step_share is not None else {size: limit_of(size) for size in sizes}
     return (present,) if largest == present else (largest, present)

@@ -96,7 +96,7 @@ class PlannedGraph:
     def rank(self) -> tuple[bool, bool, float]:
         """What is least for the best graph of several: the seconds if a plan fits, else the peak."""
         limits = self.problem.request.limits
-        by_peak = self.planning.plan is None or (not limits.bounds_memory and limits.max_slowdown is not None)
+        by_peak = self.planning.plan is None or (not limits.bounds_peak and limits.is_bounded)
         return not self.fits, self.planning.plan is None, self.plan.peak_bytes if by_peak else self.plan.predicted_seconds
 
     @property
@@ -236,7 +236,7 @@ def hints_of(plan: Plan, planning: PlanningResult, priced: PricedGraph) -> tuple
     request = priced.problem.request
     options, limits = request.options, request.limits
     hints = []
-    if not any((limits.bounds_memory, options.max_slowdown is not None, options.plan, options.policy, options.recompute)):
+    if not any((limits.is_bounded, options.plan, options.policy, options.recompute)):
         least = "" if planning.least_is_searched else "at most "
         least += format_bytes(planning.smallest.peak_bytes)
         hints.append(f"no memory_budget is set: this plan needs {format_bytes(plan.peak_bytes)}, the least possible is {least}")

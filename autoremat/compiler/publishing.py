@@ -62,7 +62,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
         host_memory.release()  # the buffers of a plan that this one replaces have other sizes
     if report.stored is not None and report.stored.moved_bytes:
         compiled = TransferCheck(compiled, report.stored.moved_bytes)
-    if not request.limits.bounds_memory or request.limits.step_share is not None:
+    if not request.limits.bounds_peak or request.limits.step_share is not None:
         return compiled
     return watched(compiled, report, request.limits.reference_share is not None)
 

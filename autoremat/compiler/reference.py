@@ -108,7 +108,7 @@ def find_soft_budget(priced: PricedGraph) -> int | None:
     """
     request = priced.problem.request
     limits, options = request.limits, request.options
-    told = (limits.bounds_memory and limits.max_slowdown is None) or options.plan or options.policy
+    told = (limits.bounds_peak and limits.max_slowdown is None) or options.plan or options.policy
     if told or priced.joint.is_region or not request.fuses:
         return None
     is_large = len(priced.graph.ops) > MOST_OPS

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, find_cause, is_user_error, planning_error
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause, is_user_error, planning_error
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
@@ -157,7 +157,7 @@ def _advice_of(split: Split) -> str:
 def _split_of(request: Request) -> Split | None:
     """Returns the split whose part is compiled now; None if its parts need no common budget."""
     limits = request.limits
-    if not limits.bounds_memory or limits.step_share is not None or limits.takes_whole_reference:
+    if not limits.bounds_peak or limits.step_share is not None or limits.takes_whole_reference:
         return None
     if request.options.plan or not split_graphs.is_split():
         return None
@@ -169,12 +169,8 @@ def _split_of(request: Request) -> Split | None:
             "the result of autoremat.profile_step as memory_budget",
             BudgetWarning,
         )
-    elif limits.max_slowdown is not None:
-        words = _words_of(split)
-        raise OptionsError(
-            f"max_slowdown bounds the time of one graph, and this one is split into {words.parts} that share memory_budget: "
-            f"leave one of them out, or set {words.whole}"
-        )
+    else:
+        limits.refuse_beside_peak(f"a graph in {_words_of(split).parts} ({_words_of(split).whole} compiles it as one)")
     return split
 
 

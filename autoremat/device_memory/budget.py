@@ -52,23 +52,20 @@ def device_budget(
 ) -> DeviceBudget:
     """Returns the budget that a whole device leaves for forward and backward, with the ledger of the other memory.
 
-    The result is accepted as a ``memory_budget``. Every part of training fits then: first and later steps, all micro-batches,
-    and the optimizer's own steps. The optimizer's memory is predicted by running its ``step`` on fake tensors, for a first step
-    and later ones. Nothing real is allocated or changed. Inputs of compiled graphs are counted when they are compiled.
+    The result is accepted as a ``memory_budget``. Every part of training fits then, the optimizer's own steps among them: each
+    optimizer's ``step`` runs on fake tensors. Nothing real is allocated or changed. Inputs count when graphs are compiled.
 
-    - ``total``: memory of the device, in bytes or as text such as "24GiB". A CUDA card by name, such as "H100-80GB", here or
-      not, means its memory. "auto" means the whole memory of the CUDA device that holds the model.
+    - ``total``: memory of the device, in bytes or as text such as "24GiB", or a CUDA card by name, such as "H100-80GB". "auto"
+      means the whole memory of the CUDA device that holds the model.
     - ``model``: the module that is trained, or several, wrapped by ``DistributedDataParallel`` or ``fully_shard`` as in
       training. Modules may be on the meta device.
-    - ``optimizer``: the optimizer or several that step one after the other, or an ``OptimizerMemory`` with measured figures.
-      None counts no optimizer.
+    - ``optimizer``: one, several that step one after the other, an ``OptimizerMemory`` with measured figures, or None.
     - ``accumulate``: number of micro-batches in one step of the optimizer.
     - ``set_to_none``: False if ``zero_grad(set_to_none=False)`` keeps gradients from one step to the next.
     - ``hooks_free_gradients``: True if each post-accumulate-grad hook frees its gradient, as the option of this name says.
     - ``others``: further memory by name: modules such as an EMA copy, tensors, or bytes.
     - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and 64 KiB on a CPU.
-    - ``context``: bytes outside torch's allocator. By default they are measured on a CUDA device that is here, 512 MiB on
-      others, and none on a CPU.
+    - ``context``: bytes outside torch's allocator: by default measured on a CUDA device that is here, 512 MiB on others.
     - ``device``: the device of ``total``; None means a card named by ``total``, else the device of the model.
 
     Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors, and ``OptionsError`` for other values. A ledger
@@ -80,11 +77,8 @@ def device_budget(
     modules = [model] if isinstance(model, nn.Module) else list(model)
     whole = _whole_device(total, modules, device)
     inventory = Inventory(whole.device_type, whole.rounding, whole.moved)
-    rows = [
-        LedgerRow(
-            "context and libraries", whole.context_bytes() if context is None else bytes_given(context, "context", BYTES_FORMS)
-        )
-    ]
+    outside = whole.context_bytes() if context is None else bytes_given(context, "context", BYTES_FORMS)
+    rows = [LedgerRow("context and libraries", outside)]
     rows += rows_of_models(modules, inventory, kept, flag(hooks_free_gradients, "hooks_free_gradients"))
     memory = _optimizer_memory(optimizer, whole)
     rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))

@@ -79,11 +79,12 @@ def request_of_recording(options: Options) -> Request:
     """Returns the request of a graph whose step is measured. Its plan has the minimum peak, whatever the budget.
 
     A budget is shared out later. Until then it counts as some bound: constraints need not be the whole plan, and a graph that
-    cannot be planned is an error.
+    cannot be planned is an error. Raises ``OptionsError`` for limits that a step cannot share out.
     """
     share = None if options.memory_budget is None else 1.0
     host = _host_bytes(options, share_of_host_memory)
     limits = RequestedLimits(reference_share=share, max_slowdown=options.max_slowdown, host_bytes=host)
+    limits.refuse_beside_peak("a step profile")
     return Request.of(options, limits, OpenCalls())
 
 

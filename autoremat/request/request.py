@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 from autoremat.basics.checks import budget_bytes
+from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.graph.op import BITS, DEVICE, HOST
@@ -40,14 +41,24 @@ class RequestedLimits:
     """Advice for the error if no plan fits."""
 
     @property
-    def bounds_memory(self) -> bool:
+    def bounds_peak(self) -> bool:
         """True if there is a limit on the peak."""
         return self.peak_bytes is not None or self.reference_share is not None
 
     @property
+    def beside_peak(self) -> tuple[str, ...]:
+        """The names of other limits. Only a graph by itself can keep them: a step of several graphs shares out peaks."""
+        return tuple(f.name for f in fields(self) if f.name not in OF_PEAK and getattr(self, f.name) != f.default)
+
+    @property
     def is_bounded(self) -> bool:
-        """True if there is a limit on memory or on time."""
-        return self.bounds_memory or self.max_slowdown is not None
+        """True if there is any limit beyond that on the host, which others need."""
+        return self.bounds_peak or bool(self.beside_peak)
+
+    def refuse_beside_peak(self, who: str) -> None:
+        """Raises ``OptionsError`` for limits that have no effect, because ``who`` shares out bytes among several graphs."""
+        for name in self.beside_peak:
+            raise OptionsError(f"{name} bounds one graph, and {who} shares out bytes among several: leave one of them out")
 
     @property
     def takes_whole_reference(self) -> bool:
@@ -64,6 +75,9 @@ class RequestedLimits:
         """Returns the advice for an error whose minimum peak exceeds the budget by ``excess_bytes``."""
         return self.advice if self.ledger is None else (*self.advice, self.ledger.advice_for(excess_bytes))
 
+
+OF_PEAK = frozenset(["peak_bytes", "reference_share", "granted_bytes", "step_share", "host_bytes", "ledger", "advice"])
+"""The limits that a step of several graphs can share out, and their origin."""
 
 HELD_ELSEWHERE = frozenset(
     ["memory_budget", "auto_headroom", "max_slowdown", "host_memory", "on_infeasible", "on_planning_error", "in_flight"]
@@ -97,7 +111,7 @@ class Request:
         return cls(
             options, limits, options.open_calls if calls is None else calls,
             options.on_infeasible or ("raise" if limits.reference_share is None else "best_effort"),
-            options.on_planning_error or ("raise" if limits.bounds_memory else "fallback"),
+            options.on_planning_error or ("raise" if limits.bounds_peak else "fallback"),
         )  # fmt: skip
 
     @property

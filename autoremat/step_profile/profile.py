@@ -43,39 +43,30 @@ def profile_step(
     """Returns the profile of a training step, in which the step's compiled graphs share one budget.
 
     A step has several graphs after graph breaks, or if parts of a model are compiled. ``function(*args, **kwargs)`` and its
-    backward run twice, as under ``torch.compile(function, backend="autoremat")``. Each graph runs op by op on its plan with the
-    minimum peak, without generated code. The second run is measured. Then every graph gets a plan, such that the step's peak
-    fits ``memory_budget`` at the least time.
+    backward run twice, as under ``torch.compile(function, backend="autoremat")``, each graph op by op on its plan with the
+    minimum peak. The second run is measured. Then every graph gets a plan, such that the step fits at the least time.
 
-    Gradients, random states and buffers are restored afterwards. The buffers are those of the modules that ``function`` is, is
-    bound to or closes over. All other side effects of ``function`` occur twice. Post-accumulate-grad hooks, such as
-    an optimizer in the backward, do not run. The option ``hooks_free_gradients`` tells that they free the gradients.
+    Gradients, random states, and buffers of the modules that ``function`` is, is bound to or closes over, are restored. Other
+    side effects occur twice. Hooks on gradients do not run; ``hooks_free_gradients`` tells that they free.
 
-    - ``memory_budget``: the budget of the whole step, in bytes, as text such as "60GiB", a device budget, or "auto". A float is
-      a share of the step's peak without recomputation; None sets no limit.
-    - ``loss``: a function from the result of ``function`` to the scalar tensor to differentiate. By default the result itself
-      is that scalar, or its attribute ``loss``.
+    - ``memory_budget``: the budget of the whole step; a float is a share of the step's peak without recomputation.
+    - ``loss``: maps the result of ``function`` to the scalar to differentiate; by default the result itself, or its ``loss``.
     - ``regional``: True if ``function`` contains parts that are compiled with this backend and is itself not to be compiled.
       The default is True for a module with compiled parts and for a result of ``torch.compile``.
-    - ``variants``: the maximum number of different plans of one graph. Only :func:`autoremat.compile_blocks` makes the calls
-      of a graph distinguishable; any other graph has one plan.
+    - ``variants``: the most plans of one graph, whose calls only :func:`autoremat.compile_blocks` makes distinguishable.
     - ``options``: those of ``torch.compile``, without ``memory_budget``.
 
-    Everything that ``torch.compile`` has compiled in this process is compiled again at its next call, as after
-    ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
+    All that is compiled in this process is compiled again, as after ``torch.compiler.reset()``. Ranks whose graphs contain
+    collectives or DTensors profile at the same time, and share the least budget and the most memory at each moment.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits, and ``OptionsError`` for options that are not accepted. Raises
-    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. Ranks of a distributed job whose
-    graphs contain collectives or DTensors have to profile at the same time. They share the result: the least budget, and at
-    each moment the memory of the rank that needs the most.
-    """
+    Raises ``BudgetInfeasible`` if no choice of plans fits, ``OptionsError`` for options that are not accepted, and
+    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient."""
     parsed, variants = _accepted(options, memory_budget), variants_of(variants)
-    holds_compiled = _holds_compiled(function) if regional is None else regional
+    is_whole = not (_holds_compiled(function) if regional is None else regional)
+    taken = Recording(parsed)
     torch.compiler.reset()
     listen()  # the reset has ended it
-    named = dict(options or {}) or None
-    step = function if holds_compiled else torch.compile(function, backend="autoremat", options=named)
-    taken = Recording(parsed)
+    step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None) if is_whole else function
     with status_if_slow("profiling the step", shown=parsed.progress):
         try:
             with received_by(taken.compile), _undone(function):
@@ -86,9 +77,8 @@ def profile_step(
             torch.compiler.reset()
             listen()
         now("sharing out the budget")
-        passed = (tensor for tensor in tensors_in((args, kwargs)) if tensor.device.type == taken.device.type)
-        inputs = sum(tensor.untyped_storage().nbytes() for tensor in passed)
-        request = request_of(parsed, Surroundings(taken.device, passed_bytes=inputs))
+        passed = [one.untyped_storage().nbytes() for one in tensors_in((args, kwargs)) if one.device.type == taken.device.type]
+        request = request_of(parsed, Surroundings(taken.device, passed_bytes=sum(passed)))
         return agreed_profile(recorded_step(taken, moments, variants), request, "the profile of a step")
 
 
@@ -97,10 +87,6 @@ def _accepted(options: Mapping[str, Any] | None, memory_budget: int | float | st
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compilers.inductor_config_names)
-    if parsed.max_slowdown is not None:
-        raise OptionsError(
-            "max_slowdown bounds the time of one graph, and a step profile divides bytes among several: leave it out"
-        )
     refuse_open_calls(parsed, "a step profile", "in_flight", "accumulate")
     if is_profile(parsed):
         raise OptionsError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from requests_of_options import around, profile, request_with
 from torch import fx, nn
 
 import autoremat
-from autoremat import BudgetWarning, Options, OptionWarning
+from autoremat import BudgetWarning, Options, OptionsError, OptionWarning
 from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.request import AS_A_STEP, RequestedLimits
@@ -32,6 +32,26 @@ MODULE = fx.symbolic_trace(nn.Identity())
 def test_each_kind_of_budget_has_its_limits(budget, limits):
     assert request_with(Options(memory_budget=budget)).limits == limits
     assert request_with(Options(memory_budget=budget, max_slowdown=0.5)).limits == replace(limits, max_slowdown=0.5)
+
+
+@dataclass(frozen=True)
+class OtherLimits(RequestedLimits):
+    saved_bytes: int | None = None
+
+
+def test_a_limit_that_is_no_peak_is_refused_where_a_step_shares_out_bytes():
+    limits = OtherLimits(4096, saved_bytes=5)
+    assert (limits.is_bounded, OtherLimits(saved_bytes=5).is_bounded, OtherLimits(host_bytes=5).is_bounded) == (
+        True,
+        True,
+        False,
+    )
+    with pytest.raises(OptionsError, match="saved_bytes bounds one graph, and a step profile shares out bytes"):
+        limits.refuse_beside_peak("a step profile")
+    with pytest.raises(OptionsError, match="max_slowdown bounds one graph"):
+        autoremat.profile_step(nn.Linear(2, 2), torch.ones(2, 2), options={"max_slowdown": 0.1})
+    with pytest.raises(OptionsError, match="max_slowdown bounds one graph"):
+        autoremat.compile_blocks([nn.Linear(2, 2)], "1MiB", options={"max_slowdown": 0.1})
 
 
 def test_a_budget_decides_what_happens_to_a_graph_that_cannot_be_planned():

@@ -150,16 +150,13 @@ def replay(
 ) -> ReplayedPeak | None:
     """Returns the most bytes live while ``source`` runs, or None if the code has an unknown form.
 
-    - ``input_bytes``: bytes by name of the inputs that count (saved activations).
+    - ``input_bytes``: bytes by name of the inputs that count (saved activations), of which those ``held`` are never freed.
     - ``buffer_bytes(name)``: returns the size of a buffer that an extern kernel allocates.
-    - ``held``: names of inputs that are never freed.
-    - ``round_to``: granularity of allocations in bytes.
-    - ``workspaces``: workspace bytes by function name in the source and bytes of the results, for calls of unknown nodes.
-    - ``copied``: bytes by name of the inputs that CUDA graphs copy. None without CUDA graphs.
-    - ``device_type``: type of the device whose memory counts. Code for a GPU may have buffers on the host too.
     - ``results(name)``: returns the buffers of all results of the call that ``name`` is bound to. The code names only the ones
       that it reads; the others live until it deletes ``name``.
     - ``workspace_of(name)``: returns the workspace of the graph's node whose kernel writes a buffer, or None if it is unknown.
+
+    The other arguments are fields of :class:`ReplayContext`.
     """
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
@@ -167,9 +164,8 @@ def replay(
     parts, on_host = _unpackings(statements), _on_host(statements)
     heap = Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
-        size = 0 if name in on_host else size
         is_result = copied is not None and name not in copied  # of a recorded forward
-        heap.allocate(size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
+        heap.allocate(0 if name in on_host else size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
     for statement in statements:
         before = heap.live_bytes
         if isinstance(statement, ast.Delete):
@@ -180,17 +176,15 @@ def replay(
             if called_function(value) == COPIED:
                 _copy(heap, name, value, copied)
             else:
-                counts = device_type == "cpu" or not called_function(value).startswith(HOST_BUFFER)
-                counts = counts and not calls_op(value, COPY_TO_HOST)
-                shares = _shares(name, parts, results)
-                _assign(heap, name, value if counts else NO_MEMORY, shares, lambda name: buffer_bytes(name_in_code(name)))
+                is_on_host = device_type != "cpu" and called_function(value).startswith(HOST_BUFFER)
+                value = NO_MEMORY if is_on_host or calls_op(value, COPY_TO_HOST) else value
+                _assign(heap, name, value, _shares(name, parts, results), lambda name: buffer_bytes(name_in_code(name)))
         if isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
             own = workspace_of(name_in_code(_written_buffer(statement)))
             needed = _workspace_by_name(statement.value, made, workspaces or {}) if own is None else own
-            needed += _reordered(statement.value, heap)
             in_names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
-            heap.use_workspace(needed, any(map(is_recorded, in_names)))
+            heap.use_workspace(needed + _reordered(statement.value, heap), any(map(is_recorded, in_names)))
     return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
 
 
