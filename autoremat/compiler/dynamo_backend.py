@@ -152,9 +152,8 @@ def _compile_request(problem: Problem, around: Surroundings) -> Compiled:
             if found.report is not None:
                 note_grant(request, around, found.report.budget_bytes)
             evaluates = not request.must_fit and request.limits.peak_bytes is not None and around.evaluates
-            note = (
-                note_on(gm) if request.limits.step_share is None else split.note
-            )  # a profile measures the code between graphs
+            # A profile measures the code between graphs, so that the breaks of its graphs hide nothing.
+            note = note_on(gm) if request.limits.step_share is None else split.note
             return published(found.function, found.report, request, note, EVALUATION if evaluates else "")
         except Exception as error:
             if must_fit and find_cause(error, BudgetInfeasible) is not None:

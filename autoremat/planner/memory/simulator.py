@@ -53,7 +53,7 @@ class Timeline:
     @cached_property
     def host_bytes(self) -> int:
         """The most bytes of forms on the host at any time: all open calls store their values there between their halves."""
-        return (1 + self.graph.calls.others) * sum(form.host_bytes for form in self.schedule.forms(self.graph).values())
+        return self.graph.calls.in_flight * sum(form.host_bytes for form in self.schedule.forms(self.graph).values())
 
     @property
     def other_calls_bytes(self) -> int:

@@ -31,7 +31,7 @@ class BoundForms(Planner):
         values, held = list(whole.values), 0
         for number in bound_values:
             forms = values[number].forms
-            held += sum(form.host_bytes for form in forms) * (1 + whole.calls.others)
+            held += sum(form.host_bytes for form in forms) * whole.calls.in_flight
             values[number] = replace(values[number], forms=tuple(replace(form, host_bytes=0) for form in forms))
         left = None if limits.host_bytes is None else max(0, limits.host_bytes - held)
         super().__init__(replace(whole, values=tuple(values)), limits=replace(limits, host_bytes=left), **settings)

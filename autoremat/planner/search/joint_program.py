@@ -167,7 +167,7 @@ class JointProgram:
         rows.add_entries({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
         if self.host_bytes is not None:
             held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
-            rows.add_entries(held, -np.inf, self.host_bytes / (1 + self.graph.calls.others) / GIBIBYTE)
+            rows.add_entries(held, -np.inf, self.host_bytes / self.graph.calls.in_flight / GIBIBYTE)
         return rows
 
     @cached_property

@@ -61,7 +61,7 @@ def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) ->
     plan, best, least, budget = grouped.plan, None, most_stall, limits.peak_bytes
     if budget is None or grouped.least_bytes > budget:
         return None
-    host = math.inf if limits.host_bytes is None else limits.host_bytes // (1 + plan.graph.calls.others)
+    host = math.inf if limits.host_bytes is None else limits.host_bytes // plan.graph.calls.in_flight
     for num_freeing in dict.fromkeys((grouped.num_forward, grouped.num_freeing)):
         loads: dict[int, int] = {}
         goal = budget
