@@ -26,7 +26,7 @@ from autoremat.compiler.peers import Peers
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem, Record, fingerprint, load_record, source_hash
-from autoremat.compiler.reference import reference_by_code
+from autoremat.compiler.reference import rehearsal
 from autoremat.compiler.replay_context import code_unsplit_bytes
 from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.report.report import Report
@@ -61,27 +61,28 @@ def compile_graph(problem: Problem, peers: Peers | None = None) -> CompiledGraph
     peers = peers or Peers()
     problem = _begun(problem, peers)
     trials = Trials(problem, peers)
-    while True:
-        now(f"tracing, attempt {len(trials.made) + 1}" if trials.made else "tracing")
-        plan = partial(plan_graph, extra_headroom_bytes=trials.next.headroom_bytes)
-        partitioning = Partitioning(problem, plan, peers)
-        if problem.request.fuses:
-            with trials.caches():
-                code = lower(problem, partitioning, trials.identity, partial(trials.decide, partitioning))
-        else:
-            assert problem.module is not None
-            code = compilers.compile_uncompiled(problem.module, problem.inputs, Partitioner(partitioning)), {}, Accept()
-        found = trials.result(partitioning, *code)
-        if found is None:
-            continue
-        again = peers.settled(problem)
-        if again is None:
-            return found
-        problem, trials = again, Trials(again, peers)
+    with rehearsal(problem) as needed:
+        while True:
+            now(f"tracing, attempt {len(trials.made) + 1}" if trials.made else "tracing")
+            plan = partial(plan_graph, extra_headroom_bytes=trials.next.headroom_bytes)
+            partitioning = Partitioning(problem, plan, peers, needed)
+            if problem.request.fuses:
+                with trials.caches():
+                    code = lower(problem, partitioning, trials.identity, partial(trials.decide, partitioning))
+            else:
+                assert problem.module is not None
+                code = compilers.compile_uncompiled(problem.module, problem.inputs, Partitioner(partitioning)), {}, Accept()
+            found = trials.result(partitioning, *code)
+            if found is None:
+                continue
+            again = peers.settled(problem)
+            if again is None:
+                return found
+            problem, trials = again, Trials(again, peers)
 
 
 def _begun(problem: Problem, peers: Peers) -> Problem:
-    """Returns the problem with all that is known before the first attempt: key, record, what all ranks agree on, reference."""
+    """Returns the problem with all that is known before the first attempt: key, record, what all ranks agree on."""
     module = problem.module
     assert module is not None
     may_repeat = peers.may_repeat_collectives or problem.may_repeat_collectives
@@ -89,8 +90,7 @@ def _begun(problem: Problem, peers: Peers) -> Problem:
     if problem.request.fuses:
         key = fingerprint(problem)
         problem = replace(problem, key=key, record=load_record(key))
-    problem = peers.agree(problem, device_of_inputs(module, problem.inputs))
-    return replace(problem, reference=reference_by_code(problem))
+    return peers.agree(problem, device_of_inputs(module, problem.inputs))
 
 
 @dataclass

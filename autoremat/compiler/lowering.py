@@ -38,6 +38,7 @@ from autoremat.compiler.peers import Peers
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.planning import SmallestGraph, plan_graph
 from autoremat.compiler.problem import Problem
+from autoremat.compiler.reference import Rehearsal
 from autoremat.compiler.replay_context import replay_context
 from autoremat.host_memory import ops
 from autoremat.passes import apply_plan
@@ -86,6 +87,8 @@ class Partitioning(Generic[P]):
     problem: Problem
     plan: Callable[[PricedGraph], P]
     peers: Peers = field(default_factory=Peers)
+    rehearsal: Rehearsal | None = None
+    """What finds the reference of the budget meanwhile."""
     planned: P | None = field(default=None, init=False)
     facts: RewriteFacts = field(default_factory=RewriteFacts, init=False)
     fell_back: bool = field(default=False, init=False)
@@ -99,7 +102,8 @@ class Partitioning(Generic[P]):
         untouched = fake_tensors.shallow_copy(joint.module.graph)
         request = self.problem.request
         try:
-            priced = price_graph(joint, self.problem)
+            known = None if self.rehearsal is None else self.rehearsal.take_priced(joint)
+            priced = known or price_graph(joint, self.problem)
             if priced is not None:
                 self.planned = self.plan(self.peers.compare(priced))
                 self.peers.note(priced, self.planned)

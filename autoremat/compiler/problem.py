@@ -63,10 +63,12 @@ class Record:
 
 @dataclass
 class Searches:
-    """The searches of all attempts. An attempt on an equal graph continues with them."""
+    """The searches of all attempts, and the reference. An attempt on an equal graph continues with them."""
 
     planners: list[tuple[object, Planner]] = field(default_factory=list)
     """Each search after what it was begun for: graph, given schedules and soft budget."""
+    reference: Reference | None = None
+    """The reference peak by the code that Inductor generates alone; None if it is not known, or no budget is a share of it."""
     torchs_plans: list[Plan] = field(default_factory=list)
     """Torch's own partitions, which are the references of shares."""
 
@@ -98,8 +100,6 @@ class Problem:
     """Name of the record on disk; empty without generated code."""
     record: Record | None = None
     """The record of an earlier process."""
-    reference: Reference | None = None
-    """The reference peak by the code that Inductor generates alone; None if it is not known, or no budget is a share of it."""
     rates: Rates | None = None
     """The rates of the rank whose rates hold for all; None for those of the device here."""
     host_link: HostLink | None = None

@@ -8,9 +8,12 @@ code headroom and the layout copies that Inductor makes. Under ``aot_eager`` tor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import fx
@@ -31,6 +34,7 @@ from autoremat.planner.search.starts import Starts
 from autoremat.request.request import RequestedLimits
 from autoremat.torch_private import compilers, dynamo, fake_tensors, inductor_lowering, joint_graphs
 from autoremat.torch_private.layouts import LAYOUT_COPY
+from autoremat.torch_private.rehearsal import rehearsed
 from autoremat.torch_private.tensors import storage_bytes, storage_key
 
 log = logging.getLogger("autoremat")
@@ -60,7 +64,7 @@ def reference_of(priced: PricedGraph, planner: Planner, headroom: int) -> Refere
     A share of 1 refers at least to the smallest plan, so that it is feasible. ``headroom`` is the code's. The time limit of
     ``planner`` begins afterwards.
     """
-    limits, found = priced.problem.request.limits, priced.problem.reference
+    limits, found = priced.problem.request.limits, priced.problem.searches.reference
     if limits.reference_share is None or priced.joint.is_region:
         return None
     if found is None:
@@ -178,61 +182,59 @@ def schedule_of_partition(captured: Capture, *halves: fx.GraphModule) -> Schedul
 # -- the code that Inductor generates alone ----------------------------------------------------------------------------------
 
 
-def reference_by_code(problem: Problem) -> Reference | None:
-    """Returns the reference peak by the code that Inductor generates for a graph without this package.
+@contextlib.contextmanager
+def rehearsal(problem: Problem) -> Iterator[Rehearsal | None]:
+    """Finds the reference peak by the code that Inductor generates for the problem without this package, while active.
 
-    Returns None unless the budget is a share of it and Inductor compiles the graph for a device that is here, and for a graph
-    without a backward. Warns with ``BudgetWarning`` if Inductor fails: the simulation takes the place of the code then.
+    The first compilation in this thread does so, before its joint graph is partitioned. Yields None where no code is needed:
+    the peak is known, the budget is no share of it, or Inductor compiles for no device that is here. Warns with
+    ``BudgetWarning`` if Inductor fails: the simulation takes the place of the code then.
     """
     request, report = problem.request, None if problem.record is None else problem.record.report
-    if request.limits.reference_share is None or not request.fuses or problem.cuda_name is not None:
-        return None
-    if report is not None and report.reference_bytes is not None and report.reference_source == CODE:
-        return Reference(report.reference_bytes, CODE, report.reference_saved_bytes or 0)
-    key = fingerprint(replace(problem, request=replace(request, limits=RequestedLimits())))
-    if key not in _known:
-        now("generating code without a plan, for the reference peak")
-        while len(_known) >= MOST_KNOWN:
-            del _known[next(iter(_known))]
-        _known[key] = _generated(problem)
-    return _known[key]
+    searches, made = problem.searches, None
+    searches.reference = None
+    if request.limits.reference_share is not None and request.fuses and problem.cuda_name is None:
+        key = fingerprint(replace(problem, request=replace(request, limits=RequestedLimits())))
+        if report is not None and report.reference_bytes is not None and report.reference_source == CODE:
+            searches.reference = Reference(report.reference_bytes, CODE, report.reference_saved_bytes or 0)
+        elif key in _known:
+            searches.reference = _known[key]
+        else:
+            made = Rehearsal(problem, key)
+    with contextlib.nullcontext() if made is None else rehearsed(made.rehearse):
+        yield made
 
 
-def _generated(problem: Problem) -> Reference | None:
-    halves: dict[bool, inductor_lowering.LoweredPeak] = {}
-    partition = _AsTorchDoes(problem)
-
-    def observe(half: inductor_lowering.LoweredPeak) -> None:
-        halves[half.is_backward] = half
-        if len(halves) == 2:
-            raise fake_tensors.Stop
-
+def find_reference(problem: Problem) -> None:
+    """Finds the reference peak of a graph that is not compiled otherwise; see :func:`rehearsal`."""
     assert problem.module is not None
-    module = dynamo.copied_with_sources(problem.module)
-    patches = {**problem.patches, "custom_partitioner_fn": Partitioner(partition)}
-    try:
-        with inductor_lowering.without_kernels(), inductor_lowering.observe_lowering(lambda: partition.replayed, observe):
-            compilers.compile_with_inductor(module, problem.inputs, patches, eager_backward=True)
-    except Exception as error:  # models and ops are open-ended, and the simulation takes the place of this figure
-        if find_cause(error, fake_tensors.Stop) is None:
-            if is_user_error(error) or dynamo.asks_to_restart(error):
-                raise
-            log.info("no code of Inductor's own", exc_info=error)
-            warn_user(
-                "memory_budget is a share of a simulated peak, which can differ from what Inductor needs by a third: its code "
-                f"without autoremat could not be generated ({type(error).__name__}: {error}). Give the budget in bytes",
-                BudgetWarning,
-            )
-    if partition.priced is None or len(halves) < 2:
-        return None
-    return partition.reference(halves)
+    with rehearsal(problem) as needed:
+        if needed is None:
+            return
+        patches = {**problem.patches, "custom_partitioner_fn": Partitioner(_stop)}
+        try:
+            with inductor_lowering.without_kernels():
+                module = dynamo.copied_with_sources(problem.module)
+                compilers.compile_with_inductor(module, problem.inputs, patches, eager_backward=True)
+        except Exception as error:
+            if find_cause(error, fake_tensors.Stop) is None:
+                needed.fail(error)
+
+
+def _stop(_: JointGraph) -> NoReturn:
+    raise fake_tensors.Stop
 
 
 @dataclass
-class _AsTorchDoes:
-    """Partitions joint graphs as torch does, and keeps the facts that the replay of the code needs."""
+class Rehearsal:
+    """Compiles a joint graph as torch does, and keeps the facts that the replay of the code needs."""
 
     problem: Problem
+    key: str
+    """The name of the reference among those that this process remembers."""
+    passed: fx.GraphModule | None = None
+    """The joint graph as Inductor's passes left it; None if it is unknown, or has nested regions."""
+    has_regions: bool = False
     priced: PricedGraph | None = None
     replayed: ReplayContext = field(default_factory=ReplayContext)
     saved: dict[int, int] = field(default_factory=dict)
@@ -240,10 +242,56 @@ class _AsTorchDoes:
     returned: dict[int, int] = field(default_factory=dict)
     """Bytes of each storage that the forward returns."""
 
+    def rehearse(self, compile_copy: Callable[[], None]) -> fx.GraphModule | None:
+        """Finds the reference peak by ``compile_copy()``. Returns :attr:`passed`."""
+        now("generating code without a plan, for the reference peak")
+        halves: dict[bool, inductor_lowering.LoweredPeak] = {}
+
+        def observe(half: inductor_lowering.LoweredPeak) -> None:
+            halves[half.is_backward] = half
+            if len(halves) == 2:
+                raise fake_tensors.Stop
+
+        observed = inductor_lowering.observe_lowering(lambda: self.replayed, observe)
+        try:
+            with inductor_lowering.without_kernels(), observed, compilers.partitioned_by(Partitioner(self)):
+                compile_copy()
+        except Exception as error:  # models and ops are open-ended, and the simulation takes the place of this figure
+            if find_cause(error, fake_tensors.Stop) is None:
+                self.fail(error)
+        self._remember(None if self.priced is None or len(halves) < 2 else self.reference(halves))
+        return None if self.has_regions else self.passed
+
+    def _remember(self, found: Reference | None) -> None:
+        while len(_known) >= MOST_KNOWN:
+            del _known[next(iter(_known))]
+        _known[self.key] = self.problem.searches.reference = found
+
+    def fail(self, error: Exception) -> None:
+        """Warns that ``error`` is why the reference is simulated. Raises the user's errors and Dynamo's."""
+        if is_user_error(error) or dynamo.asks_to_restart(error):
+            raise error
+        self._remember(None)
+        log.info("no code of Inductor's own", exc_info=error)
+        warn_user(
+            "memory_budget is a share of a simulated peak, which can differ from what Inductor needs by a third: its code "
+            f"without autoremat could not be generated ({type(error).__name__}: {error}). Give the budget in bytes",
+            BudgetWarning,
+        )
+
+    def take_priced(self, joint: JointGraph) -> PricedGraph | None:
+        """Returns the priced graph of ``joint``, if the rehearsal has priced it; once, because a rewrite consumes it."""
+        if joint.module is not self.passed:
+            return None
+        taken, self.priced, self.passed = self.priced, None, None
+        return taken
+
     def __call__(self, joint: JointGraph) -> joint_graphs.PartitionedModules:
         """Returns the halves of ``joint``. Raises ``Stop`` if there is no backward."""
         if joint.is_region:
+            self.has_regions = True
             return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
+        self.passed = fake_tensors.copied_module(joint.module)
         copied = replace(joint, module=fake_tensors.copied_module(joint.module))
         self.priced = price_graph(copied, self.problem)
         if self.priced is None:

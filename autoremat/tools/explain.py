@@ -18,7 +18,7 @@ from autoremat.compiler.joint_graph import PricedGraph, warn_of_unused_forms
 from autoremat.compiler.lowering import visited
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem
-from autoremat.compiler.reference import reference_by_code
+from autoremat.compiler.reference import find_reference
 from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
@@ -150,7 +150,7 @@ def previews(
                 may_repeat_collectives=True,
             )
             with target.tracing():
-                problem = replace(problem, reference=reference_by_code(problem))
+                find_reference(problem)
             now("tracing forward and backward")
             with target.tracing():
                 return [visited(problem, target.as_on_card(module), problem.inputs, look)]

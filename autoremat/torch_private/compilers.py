@@ -15,7 +15,7 @@ from torch._logging._internal import trace_structured
 from autoremat.basics.errors import find_cause
 from autoremat.basics.progress import now
 from autoremat.options.options import Options
-from autoremat.torch_private.joint_graphs import PartitionedModules
+from autoremat.torch_private.joint_graphs import CustomPartitionerFn, PartitionedModules
 
 
 def compile_with_inductor(
@@ -32,6 +32,11 @@ def compile_with_inductor(
     with functorch_config.patch({"force_non_lazy_backward_lowering": True} if eager_backward else {}):
         compiled: Any = compile_fx(module, inputs, config_patches=config)
     return cast(Callable[..., Any], compiled)
+
+
+def partitioned_by(partitioner: CustomPartitionerFn) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Inductor asks ``partitioner`` for the halves of joint graphs."""
+    return cast(contextlib.AbstractContextManager[None], inductor_config.patch(custom_partitioner_fn=partitioner))
 
 
 def require_cpp_compiler(config: dict[str, Any]) -> None:

@@ -75,6 +75,11 @@ def hooked(owner: Any, name: str, hook: Method) -> Iterator[None]:
                     setattr(owner, name, found.attribute)
 
 
+def present_hooks() -> tuple[ContextVar[Any], Mapping[tuple[Any, str], Method]]:
+    """Returns the hooks that are active in this thread, for :func:`held`."""
+    return _hooks, _hooks.get()
+
+
 def substituted(owner: Any, name: str, value: Method) -> contextlib.AbstractContextManager[None]:
     """Replaces a function of a module or class, or a property, in this thread while active, as :func:`hooked` does."""
     return hooked(owner, name, lambda _, *args, **kwargs: value(*args, **kwargs))
