@@ -19,7 +19,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Role, Transfer, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import Settings
 
 Choose = Callable[[Graph, Schedule], Schedule]
 """Returns a schedule with stays for one without."""
@@ -85,8 +85,8 @@ def as_short_as_possible(graph: Graph, schedule: Schedule) -> Schedule:
 @contextlib.contextmanager
 def small_device() -> Iterator[None]:
     """Lets the CPU stand for a device with a link to the host, and values of 1 KiB have forms."""
-    lower = replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=1024))
-    with mock.patch.object(forms, "SETTINGS", lower), host_memory.stand_in():
+    lower = Settings(least_form_bytes=1024)
+    with mock.patch.object(forms, "settings", lower), host_memory.stand_in():
         yield
 
 

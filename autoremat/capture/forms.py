@@ -25,7 +25,7 @@ from autoremat.ops.collectives import gather_workspace_bytes
 from autoremat.planner.cost.links import HostLink, Links, Pattern, host_form, sent_bytes
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import BITS, SHARDS, Engine, Form, Transfer, Value
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import settings
 from autoremat.torch_private import process_groups
 from autoremat.torch_private.symbolic_sizes import most
 from autoremat.torch_private.tensors import tensor_bytes
@@ -76,7 +76,7 @@ def _storable(captured: Capture) -> Iterator[tuple[int, fx.Node]]:
     held = {*graph.forward_outputs, *graph.backward_outputs, *written_values(captured.op_nodes, captured.aliases)}
     for number in graph.forward_values:
         node = captured.value_nodes[number]
-        is_large = graph.values[number].bytes >= SETTINGS.forms.minimum_bytes
+        is_large = graph.values[number].bytes >= settings.least_form_bytes
         if is_large and number not in held and node is not None and _is_whole(node.meta.get("val")):
             yield number, node
 

@@ -29,7 +29,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import BITS, HOST, SHARDS, Role, Trait
 from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.plans.limits import Share
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import settings
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, higher_order, joint_graphs, process_groups
 from autoremat.torch_private.autograd import retraces_backwards
@@ -253,7 +253,7 @@ def with_allowed_forms(captured: Capture, problem: Problem, gathers: Links) -> t
 
 def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[str, ...]:
     """Returns the options whose forms no value of the graph has, each with the reason ``why``, or with the usual one."""
-    least, found = format_bytes(SETTINGS.forms.minimum_bytes), {form.name for v in captured.graph.values for form in v.forms}
+    least, found = format_bytes(settings.least_form_bytes), {form.name for v in captured.graph.values for form in v.forms}
     store = request.options.store or ()
     options = {HOST: "host_memory"} | {name: f"store={name!r}" for name in (BITS, SHARDS) if name in store}
     usual = {

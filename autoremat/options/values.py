@@ -25,7 +25,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import settings
 
 BUDGET_FORMS = (
     f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`; '
@@ -86,7 +86,7 @@ def bandwidth(value: object, name: str) -> float:
 def slowdown(value: object, name: str) -> float:
     """Returns the option ``max_slowdown`` as a share of the time of the plan without a budget."""
     if isinstance(value, str) and value == "free":
-        return SETTINGS.search.free_slowdown
+        return settings.free_slowdown
     share = parse_percent(value) if isinstance(value, str) else value
     if isinstance(share, bool) or not isinstance(share, Real):
         raise refused(name, value, SLOWDOWN_FORMS)

@@ -16,9 +16,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult, result_of
 from autoremat.planner.search.starts import Starts, without_recomputation
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.portfolio
+from autoremat.planner.settings import settings
 
 Solver = Callable[[Graph, int | None, float, int], PlanningResult]
 """Returns the result of a search, given a graph, a budget in bytes (None: no bound), a time limit in seconds, and a seed."""
@@ -28,15 +26,15 @@ def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, see
     """Returns the result of the integer program alone, of more columns for more time."""
     deadline = time.monotonic() + time_limit
     found = result_of(Starts(graph).save_what_constraints_allow(), budget)
-    return interval_model.improve(graph, budget, found, 0.0, deadline, int(interval_model.settings.columns * time_limit))
+    return interval_model.improve(graph, budget, found, 0.0, deadline, int(settings.columns * time_limit))
 
 
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
     """Returns the result of the search. If a gap remains, annealing follows, and the integer program of a small graph."""
     begun = time.monotonic()
-    search_share, good_gap = 1.0, settings.good_gap
+    search_share, good_gap = 1.0, settings.rough_gap
     if graph.single_phase:
-        search_share, good_gap = settings.single_phase_search_share, SETTINGS.search.good_gap
+        search_share, good_gap = settings.single_phase_search_share, settings.good_gap
     found = Planner(graph, search_share * time_limit).find(Limits(budget))
     found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
     return interval_model.improve(graph, budget, found, good_gap, begun + time_limit)

@@ -12,42 +12,47 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SegmentationSettings:
-    """Cuts of the forward into segments (:mod:`autoremat.planner.constraints.model_structure`)."""
+class Settings:
+    """All settings, in the sequence in which a search meets them."""
 
     long_range_share: float = 0.35
-    """Lifetime, as a share of the forward's ops, above which a value is long-range. In a residual network of two blocks, the
-    input of a block lives for a quarter of them."""
+    """Lifetime, as a share of the forward's ops, above which a value is long-range and ends no segment. In a residual network
+    of two blocks, the input of a block lives for a quarter of them."""
     long_range_ops: int = 12
     """Lifetime in ops up to which a value is never long-range, so that short forwards have cuts too."""
+    least_form_bytes: int = 2**20
+    """Bytes from which a value has forms. Below, the latency of a copy outweighs the bytes, and there are too many values."""
 
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """Minimum cuts and the local search from them (:mod:`autoremat.planner.search`)."""
+    # -- minimum cuts, and the local search from them --------------------------------------------------------------------
 
     starts_share: float = 0.4
     """Share of the work of a search after which no further minimum cut is a start."""
     plans_share: float = 0.9
     """Share of the work of a search after which no further plan is simulated. The lower bounds have the rest."""
     least_peak_share: float = 0.8
-    """Work of the search for the least peak, as a share of that of a search for a budget."""
+    """Work of the search for the least peak, as a share of that of a search for a budget. After the same share of it no further
+    drop begins. The rest leaves needless recomputation out."""
     quick_share: float = 0.2
     """Work of the first moves towards the least peak, as a share of that of a search for a budget."""
-    drops_share: float = 0.8
-    """Share of that work after which no further drop begins. The rest leaves needless recomputation out."""
-    curve_points: int = 12
-    """Maximum number of minimum cuts."""
+    levels: int = 12
+    """Maximum number of minimum cuts, of levels of the peak, at equal ratios, to which plans are brought down if a graph shares
+    its budget with others, and of its plans that are considered as they are if its calls may have different ones."""
+    saved_levels: int = 8
+    """Number of levels of the saved bytes for which plans are found if a graph shares its budget with others."""
     near: int = 4
     """Number of starts on each side of a budget that the local search solves."""
-    improved: int = 2
-    """Number of solved starts, the cheapest, from which trials begin."""
+    few: int = 2
+    """Number of solved starts, the cheapest, from which trials begin, and of starts on each side of a level of the peak."""
+    lowest_starts: int = 3
+    """Number of starts, those of the least peaks, of the search for the least peak."""
     trial_work: int = 15_000
     """Number of trials in a row without an improvement after which they end, times the number of forward ops."""
     trials: tuple[int, int] = (16, 96)
     """Minimum and maximum of that number."""
     stretches: int = 8
-    """A ruined stretch is at most this part of the backward."""
+    """A ruined stretch is at most this part of the backward. The program points of lower bounds are its start and, in each of
+    so many stretches, the op with the most fixed bytes; of a single-phase graph, that with the most live bytes in each of twice
+    as many."""
     ruined_gaps: int = 4
     """Most gaps in which a trial drops values."""
     shortest_gap: int = 8
@@ -58,21 +63,15 @@ class SearchSettings:
     """Number of full executions at which no drop helps, after which a batch ends."""
     refusals: int = 8
     """Number of single drops in a row that the simulator refuses, after which a plan is not brought further down."""
-    lowest_starts: int = 3
-    """Number of starts, those of the least peaks, of the search for the least peak."""
     step: float = 0.03
     """Share of the least peak found by which the next target is lower."""
     good_gap: float = 0.001
-    """Distance to the lower bound at which a search ends, as a share of the step or of the bound on the peak."""
+    """Distance to the lower bound at which a search or an integer program ends, as a share of the step or of the bound."""
+    rough_gap: float = 0.01
+    """The same for a plan of a training step that ``auto`` has made, because a user waits for it, and for a choice of several
+    plans of one graph. Single-phase graphs have the finer gap: their best plans are often that close to the bound."""
     large_gain: float = 0.3
     """Share of the cost above the least one by which stays must lower it, to leave out trials without stays."""
-    front_starts: int = 2
-    """Number of starts on each side of such a level that are solved."""
-    peak_levels: int = 12
-    """Number of levels of the peak, at equal ratios, to which plans are brought down if a graph shares its budget with
-    others."""
-    saved_levels: int = 8
-    """Number of levels of the saved bytes for which plans are found if a graph shares its budget with others."""
     soft_budget_cost: float = 0.05
     """Maximum cost of a plan within the soft budget over the fastest plan, as a share of the step, by the cost model."""
     time_levels: int = 128
@@ -84,25 +83,6 @@ class SearchSettings:
     splits: int = 4
     """Number of splits of a single-phase graph. One is at the op with the most live bytes, the others at the fullest op of each
     stretch."""
-
-
-@dataclass(frozen=True)
-class FormSettings:
-    """Forms of saved tensors (:mod:`autoremat.capture.forms`)."""
-
-    minimum_bytes: int = 2**20
-    """Bytes from which a value has forms. Below, the latency of a copy outweighs the bytes, and there are too many values."""
-
-
-@dataclass(frozen=True)
-class BoundSettings:
-    """Lower bounds by minimum cuts (:mod:`autoremat.planner.search.lower_bounds`)."""
-
-    stretches: int = 8
-    """Number of stretches of the backward. The program points are the start of the backward and, in each stretch, the op with
-    the most fixed bytes."""
-    single_phase_stretches: int = 16
-    """Number of stretches of a single-phase graph. The op with the most live bytes in each stretch gives a lower bound."""
     peak_cuts: int = 300_000
     """Number of minimum cuts for the bound on the peak, times the nodes of the network."""
     fewest_peak_cuts: int = 20
@@ -110,97 +90,74 @@ class BoundSettings:
     maximum_secants: int = 32
     """Maximum number of secants over the price per byte at one program point."""
 
-
-@dataclass(frozen=True)
-class PlacementSettings:
-    """Stays that make a schedule fit (:mod:`autoremat.planner.search.placement`)."""
+    # -- stays -----------------------------------------------------------------------------------------------------------
 
     goals: tuple[float, ...] = (0.0, 0.0, 0.01, 0.03)
-    """Shares of the budget by which the rounds stay below it. Each round knows when the one before loads values."""
+    """Shares of the budget by which the rounds of placement stay below it. Each one knows when the one before loads values."""
     load_lead: float = 1.3
     """Lead of a load before its need in the first round, in times of the seconds of the load."""
     negligible_stall: float = 1e-4
     """Share of the step below which stalls end the rounds."""
-
-
-@dataclass(frozen=True)
-class StaysSearchSettings:
-    """Joint choice of recomputation and stays (:mod:`autoremat.planner.search.stays_search`)."""
-
-    levels: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Peaks that stays bring down to the budget, as shares of the bytes that the link carries beyond it."""
-    peak_levels: int = 5
+    quarters: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    """Peaks that stays bring down to the budget, as shares of the bytes that the link carries beyond it. All but the last are
+    also the shares of a value in the solution of a linear program from which it is saved."""
+    lowered_peaks: int = 5
     """Number of peaks to which a plan is brought down at most, for the least peak."""
     program_budgets: tuple[float, ...] = (1.0, 1.0, 0.97, 0.94)
     """Budgets of the linear programs, as shares of the budget. Each program knows the bytes of the plan of the one before."""
     program_work: int = 4_400
     """Forward ops times the programs in a row that bring no cheaper plan, after which no further one is solved."""
-    most_programs: int = 4
-    """Maximum of that number."""
-    forward_points: int = 32
-    """Number of points of the forward in the linear program."""
-    backward_points: int = 48
-    """Number of points of the backward in the linear program."""
-    thresholds: tuple[float, ...] = (0.25, 0.5, 0.75)
-    """Shares of a value in the solution from which it is saved."""
+    programs: int = 4
+    """Maximum of that number, and of solutions of an integer program, each but the first with the bytes that the model counts
+    and the simulator does not."""
+    program_points: tuple[int, int] = (32, 48)
+    """Numbers of points of the forward and of the backward in the linear program."""
     program_seconds: float = 30.0
     """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
     trial_levels: tuple[float, ...] = (1.0, 0.99, 0.97)
     """Peaks of the plans of trials before stays, as shares of that of the cheapest plan."""
 
+    # -- plans assigned to the graphs of a step --------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class LedgerSettings:
-    """Plans assigned to the graphs of a step (:mod:`autoremat.planner.multigraph.step`)."""
-
-    effort: float = 30.0
-    """Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
-    plans_of_variants: int = 12
-    """Number of plans of one graph that are considered together as they are, if its calls may have different plans."""
+    efforts: tuple[float, float] = (30.0, 1.0)
+    """Limits on CP-SAT's deterministic time, which is about seconds, for one plan per graph and for several. Beyond it the best
+    choice found counts."""
     worth_of_a_plan: float = 0.02
     """Share of the added seconds that one more plan per graph must save."""
     worth_in_the_step: float = 0.001
     """Share of the step's seconds that one more plan per graph must save."""
-    effort_of_variants: float = 1.0
-    """The limit on deterministic time for such a choice."""
-    gap: float = 0.01
-    """Share of the added seconds within which such a choice counts as the best."""
 
+    # -- ``autoremat.plan``, which runs all methods one after another ----------------------------------------------------
 
-@dataclass(frozen=True)
-class AnnealingSettings:
-    """Simulated annealing over insertion points (:mod:`autoremat.planner.exact.annealing`)."""
-
+    single_phase_search_share: float = 0.5
+    """Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans. Its work takes a
+    third of that time."""
+    annealing_end: float = 0.75
+    """Share of the time limit after which annealing ends, to leave time for the integer program."""
+    columns: int = 1500
+    """Number of columns up to which the interval model of a graph is small, and of those per second that ``"ilp"`` alone may
+    take."""
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Depths of the models that are tried."""
+    nodes: int = 2000
+    """Maximum number of branch-and-bound nodes of one solution."""
+    penalty: float = 64.0
+    """Penalty of an excess as large as the baseline's peak, in steps."""
     moves_per_second: int = 4000
-    """Moves per second of the time limit."""
-    initial_temperature: float = 3.0
-    """First temperature of a search from nothing, in mean seconds of an op."""
-    warm_start_temperature: float = 0.3
-    """First temperature of a search from a good plan, in mean seconds of an op."""
-    final_temperature: float = 0.03
-    """Last temperature, in mean seconds of an op."""
-    initial_price: float = 0.05
-    """First price of an excess byte at one site, in mean seconds of an op per mean bytes of a value."""
-    minimum_price: float = 0.02
-    """Lowest price, in the unit of the first one."""
-    maximum_price: float = 50.0
-    """Highest price, in the unit of the first one."""
-    price_increase: float = 1.02
-    """Factor of the price for a state that does not fit."""
-    price_decrease: float = 0.97
-    """Factor of the price for a state that fits."""
+    """Moves of annealing per second of the time limit."""
+    temperatures: tuple[float, float, float] = (3.0, 0.3, 0.03)
+    """First temperatures of a search from nothing and of one from a good plan, and the last one, in mean seconds of an op."""
+    prices: tuple[float, float, float] = (0.05, 0.02, 50.0)
+    """First, lowest and highest price of an excess byte at one site, in mean seconds of an op per mean bytes of a value."""
+    price_changes: tuple[float, float] = (1.02, 0.97)
+    """Factors of the price for a state that does not fit, and for one that fits."""
     update_moves: int = 64
     """Number of moves between two updates of price and temperature."""
-    removal_probability: float = 0.35
-    """Probability that a move removes a recomputation, for states that do not fit."""
-    removal_probability_when_fitting: float = 0.6
-    """Probability that a move removes a recomputation, for states that fit."""
-    removal_only_probability: float = 0.15
-    """Probability that a move removes a recomputation and does nothing else."""
-    warm_start_share: float = 0.2
-    """Share of the moves that anneal the best plan once more."""
-    first_search_share: float = 0.2
-    """Maximum length of the first search from nothing, as a share of the moves."""
+    removals: tuple[float, float, float] = (0.35, 0.6, 0.15)
+    """Probabilities that a move removes a recomputation: for states that do not fit, for those that fit, and to do nothing
+    else."""
+    annealed_share: float = 0.2
+    """Share of the moves that anneal the best plan once more, and the most of the first search from nothing."""
     first_search_moves_per_op: int = 300
     """Maximum length of the first search from nothing, in moves per op."""
     input_probability: float = 0.6
@@ -215,52 +172,4 @@ class AnnealingSettings:
     """Maximum number of recomputations at one site for which another sequence than the graph's is tried."""
 
 
-@dataclass(frozen=True)
-class IntegerProgramSettings:
-    """The integer program of the interval model (:mod:`autoremat.planner.exact.interval_model`)."""
-
-    columns: int = 1500
-    """Number of columns up to which the model of a graph is small, and of those per second that `"ilp"` alone may take."""
-    depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Depths of the models that are tried."""
-    nodes: int = 2000
-    """Maximum number of branch-and-bound nodes of one solution."""
-    gap: float = 1e-3
-    """Relative gap at which a program counts as solved."""
-    penalty: float = 64.0
-    """Penalty of an excess as large as the baseline's peak, in steps."""
-    solutions: int = 4
-    """Maximum number of solutions, each but the first with the bytes that the model counts and the simulator does not."""
-
-
-@dataclass(frozen=True)
-class PortfolioSettings:
-    """The solver ``auto``, which runs the others one after another (:mod:`autoremat.planner.api`)."""
-
-    good_gap: float = 0.01
-    """Optimality gap, as a share of the step, at which a plan of a training step is not improved further. It is large, because
-    a user waits for the plan. A single-phase graph has that of the search: its best plans are often so close to the bound."""
-    single_phase_search_share: float = 0.5
-    """Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans. Its work takes a
-    third of that time."""
-    annealing_end: float = 0.75
-    """Share of the time limit after which annealing ends, to leave time for the integer program."""
-
-
-@dataclass(frozen=True)
-class PlannerSettings:
-    """All settings, by the part of the planner that reads them."""
-
-    segmentation: SegmentationSettings = SegmentationSettings()
-    search: SearchSettings = SearchSettings()
-    forms: FormSettings = FormSettings()
-    bound: BoundSettings = BoundSettings()
-    placement: PlacementSettings = PlacementSettings()
-    stays_search: StaysSearchSettings = StaysSearchSettings()
-    annealing: AnnealingSettings = AnnealingSettings()
-    integer_program: IntegerProgramSettings = IntegerProgramSettings()
-    ledger: LedgerSettings = LedgerSettings()
-    portfolio: PortfolioSettings = PortfolioSettings()
-
-
-SETTINGS = PlannerSettings()
+settings = Settings()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from autoremat.measure.links import host_link_of, least_link, measure_link
 from autoremat.options.options import Options
 from autoremat.planner.cost.links import HostLink
 from autoremat.planner.graph.op import Engine, Value
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import Settings
 from autoremat.tools.explain import previews
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -33,8 +32,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets values of 1 KiB have forms."""
-    lower = dataclasses.replace(SETTINGS, forms=dataclasses.replace(SETTINGS.forms, minimum_bytes=1024))
-    monkeypatch.setattr(forms, "SETTINGS", lower)
+    lower = Settings(least_form_bytes=1024)
+    monkeypatch.setattr(forms, "settings", lower)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from autoremat import host_memory
 from autoremat.basics import environment
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.capture import forms
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import Settings
 from autoremat.report.decisions import Decision
 from autoremat.request import surroundings
 from autoremat.request.surroundings import free_device_bytes
@@ -139,7 +138,7 @@ def bytes_of_save_on_cpu(model: nn.Module, inputs: Sequence[torch.Tensor]) -> in
 def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget_asks(monkeypatch):
     model, inputs = build("llama", layers=2)
     step = in_a_tuple(model)
-    monkeypatch.setattr(forms, "SETTINGS", replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=2**14)))
+    monkeypatch.setattr(forms, "settings", Settings(least_form_bytes=2**14))
     planned(step, *inputs)
     least, enough = autoremat.reports()[-1].minimum_peak_bytes, autoremat.reports()[-1].predicted_peak_bytes
     planned(step, *inputs, memory_budget=least)
@@ -158,7 +157,7 @@ def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_distributed_saved_activations_keep_a_part_of_each_layers_input_on_each_rank(monkeypatch):
-    monkeypatch.setattr(forms, "SETTINGS", replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=1024)))
+    monkeypatch.setattr(forms, "settings", Settings(least_form_bytes=1024))
     options = {"compiler": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort", "interconnect_bandwidth": 1e12}
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     try:

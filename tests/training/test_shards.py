@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -33,7 +32,7 @@ from autoremat.compiler.replay_context import code_headroom_bytes, replay_contex
 from autoremat.ops.collectives import GLOO_THREADS
 from autoremat.options.options import Options
 from autoremat.planner.graph.op import SHARDS, Engine
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import Settings
 from autoremat.report.decisions import Decision
 from autoremat.tools.explain import previews
 from autoremat.torch_private import process_groups
@@ -52,14 +51,14 @@ SAVED = {"save": ["aten.add*"]}
 BY_NAME = {"save": {"aten.add*": "shards"}}
 LEAST = SAVED | {"memory_budget": 1, "on_infeasible": "best_effort"}
 FAST = {"interconnect_bandwidth": 1e12, "interconnect_latency": 1e-9}
-SMALL = dataclasses.replace(SETTINGS, forms=dataclasses.replace(SETTINGS.forms, minimum_bytes=1024))
+SMALL = Settings(least_form_bytes=1024)
 """Lets values of 1 KiB have forms."""
 
 
 @pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
     """The share of one of four ranks, the others of which do not exist."""
-    monkeypatch.setattr(forms, "SETTINGS", SMALL)
+    monkeypatch.setattr(forms, "settings", SMALL)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
     yield tensor_parallel_decoder(LAYERS, WIDTH)
     dist.destroy_process_group()
@@ -173,7 +172,7 @@ def train(model: Decoder, steps: int = 16, **arguments: Any) -> Step:
 def two_ranks(rank: int, compiler: str) -> list[Step]:
     """Steps by torch alone, without shards and with them; then those of ranks that must not gather."""
     options = EAGER | LEAST | FAST | {"compiler": compiler}
-    with mock.patch.object(forms, "SETTINGS", SMALL):
+    with mock.patch.object(forms, "settings", SMALL):
         model = tensor_parallel_decoder(LAYERS, WIDTH)
         steps = [train(model, backend="aot_eager")]
         steps += [train(model, backend="autoremat", options=options | more) for more in ({}, SHARES | BY_NAME)]

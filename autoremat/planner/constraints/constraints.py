@@ -24,7 +24,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import DEVICE, NOT_REMATERIALIZABLE, Constraint, Op, Trait, Value
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import settings
 
 SavePattern = str | tuple[str, str]
 """A pattern of what is saved, alone or with the name of the form in which it is kept."""
@@ -223,8 +223,8 @@ def _why_not(graph: Graph, number: int, value: Value) -> str:
         return "the caller holds it"
     if value.forms:
         return f"it can only have the forms {[form.name for form in value.forms]}"
-    if value.bytes < SETTINGS.forms.minimum_bytes:
-        return f"it has {format_bytes(value.bytes)}, and the least is {format_bytes(SETTINGS.forms.minimum_bytes)}"
+    if value.bytes < settings.least_form_bytes:
+        return f"it has {format_bytes(value.bytes)}, and the least is {format_bytes(settings.least_form_bytes)}"
     return "it has no other form on this device, something writes to it, or it is no dense tensor of its own"
 
 

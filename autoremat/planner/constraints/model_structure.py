@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Op, Scope
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import settings
 
 Ops = tuple[int, ...]
 """Numbers of forward ops, in sequence."""
@@ -118,12 +118,12 @@ class Forward:
     @cached_property
     def width(self) -> NDArray[np.int64]:
         """For each forward op, the bytes that cross from it to later ones, without those of long-range values."""
-        count, long_range = len(self.ops), SETTINGS.segmentation
+        count = len(self.ops)
         change = np.zeros(count + 1, dtype=np.int64)
         for index, op in enumerate(self.ops):
             for value in op.outputs:
                 last = max((r for r in self.graph.readers[value] if r < count), default=index)
-                if last - index <= max(long_range.long_range_ops, long_range.long_range_share * count):
+                if last - index <= max(settings.long_range_ops, settings.long_range_share * count):
                     change[index] += self.graph.values[value].bytes
                     change[last] -= self.graph.values[value].bytes
         return np.cumsum(change)[:count]

@@ -28,9 +28,7 @@ from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.annealing
+from autoremat.planner.settings import settings
 
 
 @dataclass
@@ -166,11 +164,11 @@ class Annealing:
         """Makes one move. ``over`` holds the bytes over the budget at each site of the current state."""
         over_budget = np.flatnonzero(over > 0.0)
         chance = self.random.random()
-        removal = settings.removal_probability if len(over_budget) else settings.removal_probability_when_fitting
+        removal = settings.removals[0] if len(over_budget) else settings.removals[1]
         if self.chosen and chance < removal:
             self._withdraw(*self.chosen[int(self.random.random() * len(self.chosen))])
             worst = int(self.sites.together.argmax())
-            if chance >= settings.removal_only_probability and self.sites.together[worst] > self.budget:
+            if chance >= settings.removals[2] and self.sites.together[worst] > self.budget:
                 self._relieve(worst)
         elif len(over_budget):
             self._relieve(int(over_budget[int(self.random.random() * len(over_budget))]))
@@ -183,7 +181,7 @@ class Annealing:
         ``hottest`` is the first temperature in mean seconds of an op. ``deadline`` is a time of the monotonic clock in seconds.
         """
         sites = self.sites
-        factor, temperature, price = settings.initial_price, 0.0, 0.0
+        factor, temperature, price = settings.prices[0], 0.0, 0.0
         over, excess = self._over()
         best, least = math.inf, math.inf
         fitting: list[tuple[int, int]] | None = None
@@ -194,10 +192,10 @@ class Annealing:
                 if time.monotonic() > deadline:
                     interrupted = True
                     break
-                factor *= settings.price_increase if excess else settings.price_decrease
-                factor = min(max(factor, settings.minimum_price), settings.maximum_price)
+                factor *= settings.price_changes[0] if excess else settings.price_changes[1]
+                factor = min(max(factor, settings.prices[1]), settings.prices[2])
                 price = factor * self.op_seconds / self.value_bytes
-                temperature = self.op_seconds * hottest * (settings.final_temperature / hottest) ** (move / moves)
+                temperature = self.op_seconds * hottest * (settings.temperatures[2] / hottest) ** (move / moves)
                 energy = sites.added + price * excess
             before = sites.together, sites.apart, sites.added
             sites.together, sites.apart = sites.together.copy(), sites.apart.copy()
@@ -237,13 +235,13 @@ def improve(
     if found.is_converged(good_gap):
         return found
     moves = int(settings.moves_per_second * time_limit)
-    lengths = lengths_of(int((1 - settings.warm_start_share) * moves), len(graph.ops)) if from_nothing else []
-    for number, length in enumerate([*lengths, int(settings.warm_start_share * moves)]):
+    lengths = lengths_of(int((1 - settings.annealed_share) * moves), len(graph.ops)) if from_nothing else []
+    for number, length in enumerate([*lengths, int(settings.annealed_share * moves)]):
         warm = number == len(lengths)
         search = Annealing(graph, budget, seed + number)
         if warm:
             search.start_from((found.plan or found.smallest).schedule)
-        reached = search.run(length, settings.warm_start_temperature if warm else settings.initial_temperature, deadline)
+        reached = search.run(length, settings.temperatures[1] if warm else settings.temperatures[0], deadline)
         found = found.with_plans([Plan.of(graph, reached.best or reached.closest, "annealed")], budget, reached.interrupted)
         if reached.interrupted or found.is_converged(good_gap):
             break
@@ -258,7 +256,7 @@ def lengths_of(moves: int, ops: int) -> list[int]:
     out.
     """
     lengths: list[int] = []
-    following = max(min(int(settings.first_search_share * moves), settings.first_search_moves_per_op * ops), 1)
+    following = max(min(int(settings.annealed_share * moves), settings.first_search_moves_per_op * ops), 1)
     while moves - sum(lengths) > 3 * following:
         lengths.append(following)
         following *= 2

@@ -41,7 +41,7 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import settings
 
 Vector = NDArray[np.float64]
 
@@ -249,9 +249,6 @@ def recomputations(graph: Graph, schedule: Schedule) -> list[tuple[int, int]]:
     return [(index, site) for index, site in pairs if index != site]
 
 
-settings = SETTINGS.integer_program
-
-
 def improve(
     graph: Graph, budget: int | None, found: PlanningResult, good_gap: float, deadline: float, columns: int = settings.columns
 ) -> PlanningResult:
@@ -266,10 +263,10 @@ def improve(
     penalty = settings.penalty * max(graph.step_seconds, 1e-30) / max(found.baseline.peak_bytes, 1)
     for model in _models(graph, columns):
         allowance = np.zeros(len(graph.ops))
-        for _ in range(settings.solutions):
+        for _ in range(settings.programs):
             left = deadline - time.monotonic()
             program = _program(model, budget + allowance, penalty)
-            solution = None if left <= 0.0 else solve(program, model.columns, left, settings.nodes, settings.gap)
+            solution = None if left <= 0.0 else solve(program, model.columns, left, settings.nodes, settings.good_gap)
             interrupted = interrupted or deadline <= time.monotonic()
             if solution is None:
                 break

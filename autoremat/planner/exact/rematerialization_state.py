@@ -23,9 +23,7 @@ from autoremat.planner.exact.interval_model import in_order
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.annealing
+from autoremat.planner.settings import settings
 
 
 class Sites:

@@ -23,7 +23,7 @@ from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.plans.limits import PlanPoint, Share
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import settings
 
 Plans = tuple[PlanPoint, ...]
 """A plan for each entry of a step."""
@@ -157,9 +157,9 @@ class Step:
             better = self._chosen(variants, budget, found[-1], least_peak=False)
             found += [] if better is None else [better]
         found = found[1:] or found
-        least, worth = min(map(self.added_seconds, found)), SETTINGS.ledger
+        least = min(map(self.added_seconds, found))
         seconds = sum(graph.calls * graph.step_seconds for graph in self.graphs)
-        most = least + max(least * worth.worth_of_a_plan, seconds * worth.worth_in_the_step) + ROUNDING
+        most = least + max(least * settings.worth_of_a_plan, seconds * settings.worth_in_the_step) + ROUNDING
         return next(plans for plans in found if self.added_seconds(plans) <= most)
 
     @property
@@ -174,7 +174,7 @@ class Step:
 
         They are the corners of the front's convex hull by saved bytes and seconds, and the plan of the least peak.
         """
-        if variants == 1 or len(graph.front) <= SETTINGS.ledger.plans_of_variants:
+        if variants == 1 or len(graph.front) <= settings.levels:
             return graph.front
         hull: list[PlanPoint] = []
         for p in sorted(graph.front, key=lambda p: (p.saved_bytes, p.seconds)):
@@ -196,7 +196,7 @@ class Step:
             budget = program.model.new_int_var(0, max(0, self.peak_bytes(most)), "peak")
         program.keep_within(budget)
         program.model.minimize(budget if least_peak else program.costs())
-        return program.solve(hint, 0.0 if least_peak or variants == 1 else SETTINGS.ledger.gap)
+        return program.solve(hint, 0.0 if least_peak or variants == 1 else settings.rough_gap)
 
     # -- shares --------------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class _Program:
         solver = self.cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        effort = SETTINGS.ledger.effort if self.variants == 1 else SETTINGS.ledger.effort_of_variants
+        effort = settings.efforts[self.variants > 1]
         solver.parameters.max_deterministic_time = effort
         solver.parameters.relative_gap_limit = gap
         if solver.solve(self.model) not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):

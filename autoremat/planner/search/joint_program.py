@@ -39,9 +39,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Engine, Form, Kind
 from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.stays_search
+from autoremat.planner.settings import settings
 
 MILLISECOND, GIBIBYTE = 1e-3, float(2**30)
 """Units of the program, for the solver's tolerances."""
@@ -74,8 +72,8 @@ class JointProgram:
 
     def _number_columns(self) -> None:
         first, end = self.graph.num_forward, len(self.graph.ops)
-        self.early = self._points(0, first, settings.forward_points)
-        self.late = [p for p in self._points(first, end, settings.backward_points) if p > first]
+        self.early = self._points(0, first, settings.program_points[0])
+        self.late = [p for p in self._points(first, end, settings.program_points[1]) if p > first]
         self.points = self.early + self.late
         counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.points), len(self.late))
         begins = np.cumsum([0, *counts]).tolist()

@@ -28,9 +28,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import LiveView, facts_of, schedule_of
 from autoremat.planner.search.moves import Drop, Drops, keeps_of, relief
 from autoremat.planner.search.work_limit import CHOICE, SIMULATION, STEP, VIEW, WorkLimit
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.search
+from autoremat.planner.settings import settings
 
 SEED = 0
 ROUNDING = 1e-9
@@ -290,7 +288,7 @@ class LocalSearch:
     def cheapest(self, starts: Collection[Plan], target: int, enough: float) -> Plan | None:
         """Returns the cheapest plan found within ``target`` bytes, or None. One of ``enough`` seconds ends the search."""
         best = None
-        for solved in self.solved(starts, target, enough)[: settings.improved]:
+        for solved in self.solved(starts, target, enough)[: settings.few]:
             if best is None or self.seconds_of(best) > enough:
                 found = self.improve(solved, target, enough)
                 best = found if best is None or self.seconds_of(found) < self.seconds_of(best) else best

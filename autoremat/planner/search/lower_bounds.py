@@ -45,9 +45,7 @@ from autoremat.planner.search.min_cut import Cut, MinCut
 from autoremat.planner.search.peak_bound import CertainFusion, bound_on_peak
 from autoremat.planner.search.starts import full_places, split_at
 from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.bound
+from autoremat.planner.settings import settings
 
 ROUNDING = 1e-9
 """Relative rounding error allowed in sums of floating-point numbers."""
@@ -83,7 +81,7 @@ class LowerBounds:
             with self.limit.unit():
                 self.parts.append(_Points(graph, mincut or MinCut(graph, self.limit)))
             return
-        for place in full_places(graph, settings.single_phase_stretches):
+        for place in full_places(graph, settings.stretches * 2):
             if self.limit.has_passed():
                 break
             with self.limit.unit(PREPARATION * len(graph.ops)):

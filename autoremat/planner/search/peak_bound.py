@@ -27,9 +27,7 @@ from ortools.graph.python import max_flow
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Inlining, Kind
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.bound
+from autoremat.planner.settings import settings
 
 INFINITE = 1 << 60
 """Capacity of arcs that no cut contains: more than the bytes of any graph."""

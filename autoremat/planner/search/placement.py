@@ -27,9 +27,7 @@ from autoremat.planner.graph.schedule import Stay
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.placement
+from autoremat.planner.settings import settings
 
 SHARES = (1 / 3, 2 / 3, 1.0)
 """Shares of the bytes that stays can free between the halves."""

@@ -19,9 +19,7 @@ from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.search.stays_search import StaysSearch, lowest_with_stays
 from autoremat.planner.search.work_limit import CHECK, PLACEMENT, WorkLimit
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.search
+from autoremat.planner.settings import settings
 
 
 @contextlib.contextmanager
@@ -116,7 +114,7 @@ class Planner:
             return lowest
         share = settings.quick_share if quick else settings.least_peak_share
         with _without_garbage_collection(), self.limit.beside(share) as limit:
-            search, bound = LocalSearch(self.graph, limit, settings.drops_share), self.bounds.within().peak_bytes
+            search, bound = LocalSearch(self.graph, limit, settings.least_peak_share), self.bounds.within().peak_bytes
             found = search.bring_down(lowest, bound) if quick else search.least_peak(self.plans, bound)
             found = min(lowest, LocalSearch(self.graph, limit).fill(found, found.peak_bytes), key=_by_peak)
             if self.has_forms:
@@ -258,13 +256,13 @@ class Planner:
         if not self.moves:
             return self.plans
         graph, least, whole = self.graph, self._smallest.peak_bytes, self.starts.save_what_constraints_allow()
-        steps = range(settings.peak_levels - 1, -1, -1)  # the plans of a level are starts of the next lower one
-        levels = [int(least * (whole.peak_bytes / least) ** (step / settings.peak_levels)) for step in steps if least]
+        steps = range(settings.levels - 1, -1, -1)  # the plans of a level are starts of the next lower one
+        levels = [int(least * (whole.peak_bytes / least) ** (step / settings.levels)) for step in steps if least]
         found = [*self.plans, self._smallest]
         with _without_garbage_collection(), self.limit.beside(1.0) as limit:
             search = LocalSearch(graph, limit)
             for level in levels:
-                found += search.solved(found, level, near=settings.front_starts)
+                found += search.solved(found, level, near=settings.few)
             found += self._of_saved_bytes(limit)
             bases = search.front([plan for plan in found if not plan.schedule.stays]) if self.has_forms else []
             for level in levels if bases else ():
@@ -285,7 +283,7 @@ class Planner:
         least, most, found = min(peaks), max(peaks), list[Plan]()
         for step in range(1, settings.saved_levels):
             level = least + (most - least) * step // settings.saved_levels
-            solved = search.solved(starts, level, near=settings.front_starts)
+            solved = search.solved(starts, level, near=settings.few)
             found += [Plan.of(self.graph, plan.schedule, plan.label) for plan in solved]
         return found
 

@@ -22,9 +22,7 @@ from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.work_limit import PREPARATION, SIMULATION, WorkLimit
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.search
+from autoremat.planner.settings import settings
 
 
 def split_at(graph: Graph, place: int) -> Graph:
@@ -101,7 +99,7 @@ class Starts:
         ends = [self.mincut.cut(price, traffic=True) for price in (0.0, self.mincut.top_price)]
         found = {point.saved: point for point in ends}
         gaps = [(ends[0], ends[1])]
-        while gaps and len(found) < settings.curve_points:
+        while gaps and len(found) < settings.levels:
             if self.limit.has_passed(settings.starts_share):
                 self.lacks_cuts = True
                 break

@@ -25,9 +25,7 @@ from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.local_search import LocalSearch, SecondsOf, cost_of
 from autoremat.planner.search.placement import place
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, PROGRAM, WorkLimit
-from autoremat.planner.settings import SETTINGS
-
-settings = SETTINGS.stays_search
+from autoremat.planner.settings import settings
 
 
 class _UnderStays(LocalSearch):
@@ -125,7 +123,7 @@ class StaysSearch(LocalSearch):
             self.consider(start)
         if not thorough:
             return self.best
-        for share in settings.levels:
+        for share in settings.quarters:
             level = self.budget + int(share * self._reach(fastest))
             for plan in () if is_done() else self.bare.solved(starts, level, enough, near=1):
                 self.consider(plan)
@@ -153,7 +151,7 @@ class StaysSearch(LocalSearch):
         if is_done():
             return
         program, failures = JointProgram(self.graph, self._seconds_of_ops(plan), self.limits.host_bytes), 0
-        patience = min(max(settings.program_work // max(self.graph.num_forward, 1), 1), settings.most_programs)
+        patience = min(max(settings.program_work // max(self.graph.num_forward, 1), 1), settings.programs)
         for share in settings.program_budgets:
             if failures == patience or is_done():
                 break
@@ -164,7 +162,7 @@ class StaysSearch(LocalSearch):
                 self.limit.interrupted = self.limit.ended_by_clock = True
             if shares is None:
                 break
-            chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.thresholds)
+            chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.quarters[:-1])
             for saved in dict.fromkeys(admissible(self.graph, frozenset(values)) for values in chosen):
                 found = self.plan(build_schedule(self.graph, saved), "program")
                 if found is not None:
@@ -201,7 +199,7 @@ def lowest_with_stays(graph: Graph, limit: WorkLimit, limits: Limits, starts: Co
     best, peak = None, lowest.peak_bytes
     for base in (search.under.least_peak(starts, 0), lowest):
         low = level = search.grouped(base).least_bytes
-        for _ in range(settings.peak_levels):
+        for _ in range(settings.lowered_peaks):
             if level >= peak:
                 break
             found = StaysSearch(graph, limit, 1.0, replace(limits, peak_bytes=level)).placed(base)

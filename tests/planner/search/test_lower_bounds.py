@@ -16,7 +16,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import LowerBounds
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
-from autoremat.planner.settings import SETTINGS
+from autoremat.planner.settings import Settings
 
 SMALL_GRAPHS = graphs(max_ops=12)
 
@@ -91,7 +91,7 @@ def test_each_step_down_the_curve_costs_more_and_saves_less(graph):
     held = set(graph.forward_outputs)
     weights = [sum(graph.values[v].bytes for v in saved - held) for saved in curve]
     costs = [cut_cost(graph, saved, 0.0, 0.0) for saved in curve]
-    assert 1 <= len(curve) <= SETTINGS.search.curve_points
+    assert 1 <= len(curve) <= Settings().levels
     assert all(rich > lean for rich, lean in pairwise(weights[:-1]))
     assert all(cheap <= dear + 1e-9 for cheap, dear in pairwise(costs[:-1]))
 
