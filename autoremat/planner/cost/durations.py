@@ -222,6 +222,12 @@ class FusedTraffic:
         ops = self.graph.ops
         return tuple(self._again(index) if op.memory_bound_seconds else op.seconds for index, op in enumerate(ops))
 
+    @cached_property
+    def repeat_seconds(self) -> tuple[float, ...]:
+        """The same; 0 if the first execution is in the backward, because only that needs the op."""
+        needed = range(len(self.graph.ops)) if self.graph.single_phase else self.graph.required_forward
+        return tuple(seconds if index in needed else 0.0 for index, seconds in enumerate(self.recompute_seconds))
+
     def _written(self, value: int) -> bool:
         """Returns True if the forward writes the value only in case it is saved."""
         graph, maker = self.graph, self.graph.values[value].producer

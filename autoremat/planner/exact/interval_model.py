@@ -52,9 +52,7 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
     In a training step only forward ops are recomputed, and only in the backward.
     """
     end, first = len(graph.ops), 0 if graph.single_phase else graph.num_forward
-    movable = [
-        op.forward and op.rematerializable and op.constraint is not Constraint.SAVE and bool(op.outputs) for op in graph.ops
-    ]
+    movable = [op.forward and op.may_run_again and bool(op.outputs) for op in graph.ops]
     # These values must exist at the end, and may be freed and recomputed before.
     at_end = frozenset(graph.forward_outputs if graph.single_phase else graph.backward_outputs)
     sites: list[set[int]] = [set() for _ in graph.ops]
@@ -173,11 +171,9 @@ class IntervalModel:
     @cached_property
     def cost(self) -> Vector:
         """Seconds of each column."""
-        graph, cost = self.graph, np.zeros(self.columns)
-        for index, sites in enumerate(self.again):
-            # The first execution of an op that only the backward needs is not a recomputation, so it costs nothing.
-            needed = graph.single_phase or index in graph.required_forward
-            cost[list(sites.values())] = traffic_of(graph).recompute_seconds[index] if needed else 0.0
+        cost = np.zeros(self.columns)
+        for sites, seconds in zip(self.again, traffic_of(self.graph).repeat_seconds, strict=True):
+            cost[list(sites.values())] = seconds
         return cost
 
     @cached_property

@@ -21,7 +21,6 @@ import numpy as np
 from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.exact.interval_model import in_order
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.settings import settings
 
@@ -38,16 +37,14 @@ class Sites:
         self.reads: list[list[int]] = [sorted(readers) for readers in graph.readers]
         """For each value, the sites and ops where it is read, ascending and without duplicates."""
         self.inputs, self.outputs = graph.computed_inputs, graph.made
-        self.producer = [-1 if value.producer is None else value.producer for value in graph.values]
+        self.producer = graph.makers
         self.size = [0 if value.producer is None else value.bytes for value in graph.values]
         self.workspace = [op.workspace_bytes for op in graph.ops]
         self.kept = frozenset(graph.forward_outputs) | frozenset(graph.backward_outputs)
         for value in self.kept:
             self.reads[value].append(self.end)
         self.movable = self._movable()
-        needed = range(self.end) if graph.single_phase else graph.required_forward
-        self.seconds = [again if index in needed else 0.0 for index, again in enumerate(traffic_of(graph).recompute_seconds)]
-        """Seconds of recomputing each op. The first execution of an op that only the backward needs is not added work."""
+        self.seconds = traffic_of(graph).repeat_seconds
         self.added = 0.0
         """Seconds of all recomputations."""
         self.together = self._together_at_first()
@@ -60,14 +57,7 @@ class Sites:
     def _movable(self) -> list[bool]:
         graph = self.graph
         held = frozenset(() if graph.single_phase else graph.forward_outputs)
-        return [
-            op.forward
-            and op.rematerializable
-            and op.constraint is not Constraint.SAVE
-            and bool(op.outputs)
-            and held.isdisjoint(op.outputs)
-            for op in graph.ops
-        ]
+        return [op.forward and op.may_run_again and bool(op.outputs) and held.isdisjoint(op.outputs) for op in graph.ops]
 
     def _together_at_first(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         bytes_at = np.zeros(self.end + 1)

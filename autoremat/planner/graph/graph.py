@@ -270,10 +270,14 @@ class Graph:
         return [op for op in found if op is not None]
 
     @cached_property
+    def makers(self) -> list[int]:
+        """For each value, the op that computes it; -1 if none does."""
+        return [-1 if value.producer is None else value.producer for value in self.values]
+
+    @cached_property
     def _behind(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each op, its computed inputs as pairs (value, producer)."""
-        makers = [-1 if value.producer is None else value.producer for value in self.values]
-        return tuple(tuple((v, makers[v]) for v in inputs) for inputs in self.computed_inputs)
+        return tuple(tuple((v, self.makers[v]) for v in inputs) for inputs in self.computed_inputs)
 
     def ancestors(self, roots: Iterable[int], available: Set[int] = frozenset()) -> set[int]:
         """Returns ``roots`` and all ops that they depend on. The search stops at ``available`` values."""

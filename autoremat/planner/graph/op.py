@@ -104,6 +104,11 @@ class Value:
     forms: tuple[Form, ...] = ()
     """The ways to keep the value beside "as it is, on the device". Outputs, inputs and tangents have none."""
 
+    @property
+    def least_bytes(self) -> int:
+        """The bytes on the device of the smallest form."""
+        return min([self.bytes, *(form.device_bytes for form in self.forms)])
+
     def form(self, name: str) -> Form:
         """Returns the form of that name. Raises ``KeyError`` if the value has none."""
         return {form.name: form for form in self.forms}[name]
@@ -171,6 +176,11 @@ class Op:
         """
         hindrance = self.traits & NOT_REMATERIALIZABLE
         return not hindrance or (hindrance is Trait.COLLECTIVE and self.constraint is Constraint.RECOMPUTE)
+
+    @property
+    def may_run_again(self) -> bool:
+        """True if a plan may run the op again: it is rematerializable, and no constraint saves its results."""
+        return self.rematerializable and self.constraint is not Constraint.SAVE
 
 
 class Engine(enum.Enum):

@@ -49,7 +49,9 @@ class Fused:
 
     @classmethod
     def of(cls, buffers: Buffers) -> Fused:
-        """Returns the fusion of ``buffers``, whose last readers it updates."""
+        """Returns the fusion of ``buffers``, whose last readers it updates. Without fusion, each execution is a group."""
+        if not buffers.graph.machine.fuses:
+            return cls(buffers, np.zeros(len(buffers.value), dtype=np.bool_), np.arange(len(buffers.sequence)))
         return cls(buffers, *fusion_of(buffers))
 
 
@@ -65,6 +67,8 @@ def _recent(graph: Graph) -> Callable[[Schedule], Fused]:
 def live_ranges_with_fusion(found: Fused) -> LiveRanges:
     """Returns the live ranges of the materialised values."""
     buffers, absent, group = found.buffers, found.absent, found.group
+    if not buffers.graph.machine.fuses:
+        return LiveRanges(buffers.value, buffers.computed_at, buffers.start, buffers.ends(buffers.last), buffers.bytes)
     kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
     overwritten, overwriting = _taken_over(buffers, absent, kinds, group)
     last = buffers.last.copy()

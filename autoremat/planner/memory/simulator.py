@@ -82,13 +82,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises ``PlanInvalid`` if an execution reads a value that was not computed before, and for a stay that breaks a rule.
     """
-    if graph.machine.fuses:
-        fused = Fused.of(Buffers(graph, schedule)) if schedule.stays else fusion_in(graph, schedule)
-        buffers, live_ranges = fused.buffers, live_ranges_with_fusion(fused)
-    else:
-        buffers = Buffers(graph, schedule)
-        ends = buffers.ends(buffers.last)
-        live_ranges = LiveRanges(buffers.value, buffers.computed_at, buffers.start, ends, buffers.bytes)
+    fused = Fused.of(Buffers(graph, schedule)) if schedule.stays else fusion_in(graph, schedule)
+    buffers, live_ranges = fused.buffers, live_ranges_with_fusion(fused)
     length = len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, live_ranges.starts, live_ranges.bytes)

@@ -51,12 +51,8 @@ class GroupedPlan:
         self.plan, self.graph = plan, plan.graph
         self.schedule = Schedule(plan.schedule.forward, plan.schedule.backward)
         length, border = len(self.schedule.sequence), len(self.schedule.forward)
-        if self.graph.machine.fuses:
-            found = fusion_in(self.graph, self.schedule)
-            buffers, absent, group = found.buffers, found.absent, found.group
-        else:
-            buffers = Buffers(self.graph, self.schedule)
-            absent, group = np.zeros(len(buffers.value), dtype=np.bool_), np.arange(length)
+        found = fusion_in(self.graph, self.schedule)
+        buffers, absent, group = found.buffers, found.absent, found.group
         self.begins: Numbers = np.flatnonzero(np.diff(group, prepend=-1))
         """The first execution of each group."""
         self.ends: Numbers = np.append(self.begins[1:], length) - 1

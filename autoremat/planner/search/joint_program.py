@@ -36,7 +36,7 @@ from scipy.sparse import csr_matrix
 
 from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Engine, Form, Kind
+from autoremat.planner.graph.op import Engine, Form, Kind
 from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import settings
@@ -59,9 +59,7 @@ class JointProgram:
         self.clock: Vector = np.append(0.0, np.cumsum(seconds)) / MILLISECOND
         """For each op, the moment at which it begins."""
         needed = graph.ancestors(graph.producers(graph.backward_needs))
-        self.ops = [
-            o for o in sorted(needed) if graph.ops[o].rematerializable and graph.ops[o].constraint is not Constraint.SAVE
-        ]
+        self.ops = [o for o in sorted(needed) if graph.ops[o].may_run_again]
         self.values = sorted(graph.backward_needs.union(v for o in needed for v in graph.computed_inputs[o]))
         self.outputs = {*graph.forward_outputs, *graph.backward_outputs}
         self.forms: list[tuple[int, Form]] = [

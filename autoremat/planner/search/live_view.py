@@ -33,11 +33,8 @@ class Facts:
         self.seconds_again = traffic_of(graph).recompute_seconds
         """For each op, the seconds of running it again."""
         self.saving_seconds: list[float] = traffic_of(graph).saving_seconds.tolist()
-        self.producers = [-1 if value.producer is None else value.producer for value in graph.values]
-        self.may_run_again = [
-            0 <= maker < border and ops[maker].rematerializable and ops[maker].constraint is not Constraint.SAVE
-            for maker in self.producers
-        ]
+        self.producers = graph.makers
+        self.may_run_again = [0 <= maker < border and ops[maker].may_run_again for maker in graph.makers]
         """For each value, True if it may be computed again."""
         ordered = (op for op in ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable)
         crossing = () if graph.single_phase else (value for op in ordered for value in op.outputs)
@@ -79,9 +76,8 @@ class LiveView:
         schedule = Schedule(plan.schedule.forward, plan.schedule.backward)
         self.border = 0 if self.graph.single_phase else len(schedule.forward)
         """The first execution before which values can be computed again."""
-        fused = fusion_in(self.graph, schedule) if self.graph.machine.fuses else None
-        buffers = Buffers(self.graph, schedule) if fused is None else fused.buffers
-        absent = np.zeros(len(buffers.value), dtype=np.bool_) if fused is None else fused.absent
+        fused = fusion_in(self.graph, schedule)
+        buffers, absent = fused.buffers, fused.absent
         self.bytes_at: Numbers = (plan.timeline.bytes_at if bytes_at is None else bytes_at).astype(np.int64)
         """Bytes at each execution, with those of the moves so far."""
         self.others = self.graph.calls.others

@@ -110,9 +110,8 @@ class _Points:
     def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
         self.graph = graph
         if any(value.forms for value in graph.values):
-            mincut, values = copy.copy(mincut), map(graph.values.__getitem__, mincut.values)
-            sizes = [min([value.bytes, *(form.device_bytes for form in value.forms)]) for value in values]
-            mincut.bytes = np.array(sizes, dtype=np.float64)
+            mincut = copy.copy(mincut)
+            mincut.bytes = np.array([graph.values[value].least_bytes for value in mincut.values], dtype=np.float64)
         self.mincut, self.behind = mincut, copy.copy(mincut)
         """The cuts behind the border: what is held there was saved, or computed again before."""
         makers = [len(graph.ops[producer].outputs) for producer in mincut.producers]

@@ -96,10 +96,8 @@ class MinCut:
     def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Returns the seconds of running each forward op again, and a mask of the ops that must not run again."""
         graph = self.graph
-        ops, seconds = graph.ops[: graph.num_forward], traffic_of(graph).recompute_seconds
-        # The first execution of an op that only the backward needs is not a recomputation, so it costs nothing.
-        costs = np.array([seconds[i] if i in graph.required_forward else 0.0 for i in range(len(ops))])
-        return costs, np.array([not op.rematerializable or op.constraint is Constraint.SAVE for op in ops], dtype=bool)
+        ops, costs = graph.ops[: graph.num_forward], np.array(traffic_of(graph).repeat_seconds[: graph.num_forward])
+        return costs, np.array([not op.may_run_again for op in ops], dtype=bool)
 
     @property
     def top_price(self) -> float:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Inlining, Kind
+from autoremat.planner.graph.op import Inlining, Kind
 from autoremat.planner.settings import settings
 
 INFINITE = 1 << 60
@@ -45,9 +45,7 @@ class PeakBound:
         self.graph, self.count = graph, len(graph.ops)
         self.outputs = frozenset(graph.forward_outputs).intersection(graph.forward_values)
         self.gradients = frozenset(graph.backward_outputs).difference(graph.forward_values)
-        self.bytes = [min([value.bytes, *(form.device_bytes for form in value.forms)]) for value in graph.values]
-        """For each value, its bytes in its smallest form."""
-        self.producer = [-1 if value.producer is None else value.producer for value in graph.values]
+        self.bytes, self.producer = [value.least_bytes for value in graph.values], graph.makers
         self.held_bytes = self._held_bytes()
         self.last_read = [max(readers, default=-1) for readers in graph.readers]
         for value in graph.backward_outputs:
@@ -70,7 +68,7 @@ class PeakBound:
         op = self.graph.ops[index]
         if not op.forward:
             return not all(map(self.materialised.__getitem__, op.outputs))
-        return op.rematerializable and op.constraint is not Constraint.SAVE
+        return op.may_run_again
 
     def _build(self) -> None:
         """Builds the network. Its capacities depend on the place in the backward."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoremat.planner.graph.arrays import Numbers
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Engine
+from autoremat.planner.graph.op import Engine
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
@@ -185,8 +185,7 @@ def admissible(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
     while True:
         missing = graph.producers(graph.backward_needs - saved)
         again = (graph.ops[index] for index in graph.ancestors(missing, saved))
-        single = (op for op in again if not op.rematerializable or op.constraint is Constraint.SAVE)
-        needed = frozenset(value for op in single for value in op.outputs)
+        needed = frozenset(value for op in again if not op.may_run_again for value in op.outputs)
         if not needed:
             return saved
         saved |= needed
