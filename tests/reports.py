@@ -8,8 +8,7 @@ from strategies import chain, changed
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import Limits
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of
 from autoremat.report.report import Report
 

@@ -23,8 +23,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
 from autoremat.planner.search.planner import Planner
-from autoremat.report.binding import RETURN_LESS, parts_of_peak, remedies_for_model, remedy_for
-from autoremat.report.peak_snapshot import TensorCategory, peak_of
+from autoremat.report.peak_snapshot import RETURN_LESS, TensorCategory, parts_of_peak, peak_of, remedies_for_model, remedy_for
 
 NAMES = {TensorCategory.WORKSPACE: "workspace of ", TensorCategory.GRADIENT: "gradient "}
 """Words before the name of a live tensor, by category."""

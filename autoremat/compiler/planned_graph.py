@@ -23,8 +23,7 @@ from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.limits import Limits, PlanPoint, border_bytes, point_of
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
+from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of
 from autoremat.report.report import Report
 from autoremat.torch_private.higher_order import chunked_by

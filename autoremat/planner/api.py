@@ -13,8 +13,7 @@ from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import PlanningResult, result_of
+from autoremat.planner.search.planner import Planner, PlanningResult, result_of
 from autoremat.planner.search.starts import Starts, without_recomputation
 from autoremat.planner.settings import settings
 

@@ -14,11 +14,9 @@ from autoremat.planner.graph.op import Value
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_json import FORMAT
-from autoremat.planner.search.planning_result import ROUNDING
-from autoremat.report.binding import parts_of_peak
-from autoremat.report.decisions import ForwardValue, Total, explain_values, totals_of
-from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
-from autoremat.report.stored import StoredTensors
+from autoremat.planner.search.planner import ROUNDING
+from autoremat.report.decisions import ForwardValue, StoredTensors, Total, explain_values, totals_of
+from autoremat.report.peak_snapshot import PeakSnapshot, Profile, parts_of_peak, peak_of, profile_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

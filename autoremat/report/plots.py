@@ -7,6 +7,7 @@ display nothing and change no global state.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.plans.limits import undominated
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
+from autoremat.report import text_tables
 from autoremat.report.data import ReportData
-from autoremat.report.decisions import Decision, ForwardValue
-from autoremat.report.peak_snapshot import GRADIENTS, Profile, module_group
+from autoremat.report.decisions import Decision, ForwardValue, op_name
+from autoremat.report.peak_snapshot import GRADIENTS, PeakSnapshot, Profile, module_group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,3 +242,50 @@ def _byte_unit(sizes: Iterable[int]) -> tuple[str, float]:
 def _time_unit(seconds: float) -> tuple[str, float]:
     unit = format_seconds(seconds).split()[1]
     return {"us": "microseconds", "ms": "milliseconds", "s": "seconds"}[unit], {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+
+
+# -- a report as one HTML file, which needs no network and no other files --------------------------------------------------
+
+
+def to_html(report: ReportData) -> str:
+    """Returns the text of the file. Raises ``ImportError`` without matplotlib, of the extra ``plot``."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("autoremat.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    filters = {"bytes": format_bytes, "seconds": format_seconds, "place": text_tables.place, "op": op_name,
+               "line": text_tables.short_source, "breakable": _breakable}  # fmt: skip
+    environment.filters.update(filters)
+    graphs: list[ReportData] = [report, *report.others]
+    return environment.get_template("report.html").render(graphs=[_graph(one) for one in graphs], decisions=list(Decision))
+
+
+def _breakable(path: str) -> Any:
+    """Returns a module or file path as markup in which a line may break after each dot and slash."""
+    import markupsafe
+
+    return markupsafe.Markup(re.sub("([./])", r"\1<wbr>", str(markupsafe.escape(path))))
+
+
+def _graph(report: ReportData) -> dict[str, Any]:
+    drawn = {}
+    if report.profile_after is not None:
+        drawn["Memory over the step"] = as_svg(memory(report))
+    if report.values:
+        drawn["What becomes of the forward's values, by layer"] = as_svg(saved_by_layer(report))
+    moments: dict[str, PeakSnapshot] = {}
+    if report.peak_after is not None:
+        moments["Where memory is fullest"] = report.peak_after
+    if report.peak_before is not None:
+        moments["Where it would be without recomputation"] = report.peak_before
+    return {
+        "brief": list(text_tables.brief(report)),
+        "figures": text_tables.figures(report),
+        "pictures": drawn,
+        "moments": moments,
+        "totals": {by: report.totals(by) for by in ("module", "op")},
+        "has_other_forms": report.stored is not None,
+        "values": sorted(report.values, key=lambda value: -value.bytes),
+    }

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.report import html_report, text_tables
+from autoremat.report import plots, text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision
-from autoremat.report.diff import ReportDiff
+from autoremat.report.text_tables import ReportDiff
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -72,7 +72,7 @@ class Report(Shown, ReportData):
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib."""
-        Path(path).write_text(html_report.to_html(self), encoding="utf-8")
+        Path(path).write_text(plots.to_html(self), encoding="utf-8")
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,8 +17,7 @@ from autoremat.basics.units import bytes_apart, format_seconds
 from autoremat.compiler.planning import NUMBERS_OF_CHUNKS
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.report.binding import remedy_for
-from autoremat.report.peak_snapshot import TensorCategory
+from autoremat.report.peak_snapshot import TensorCategory, remedy_for
 from autoremat.report.report import Report
 from autoremat.torch_private.tensors import tensors_in
 

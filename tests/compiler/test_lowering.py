@@ -21,8 +21,7 @@ from autoremat import track_peak
 from autoremat.capture.capture import Capture
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.planner.memory.allocations import FREED
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.planner.search.starts import Starts
 from autoremat.torch_private import inductor_lowering
 

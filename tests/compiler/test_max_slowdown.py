@@ -19,8 +19,7 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import ROUNDING
+from autoremat.planner.search.planner import ROUNDING, Planner
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
 

@@ -20,9 +20,9 @@ from autoremat.planner.graph.op import Constraint, Role
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.planner.search.planner import Planner
-from autoremat.report import html_report, plots, registry, text_tables
-from autoremat.report.binding import REMEDIES, parts_of_peak, remedies_for_model, remedy_for
+from autoremat.report import plots, registry, text_tables
 from autoremat.report.decisions import Decision
+from autoremat.report.peak_snapshot import REMEDIES, parts_of_peak, remedies_for_model, remedy_for
 from autoremat.report.registry import add_report, reports
 from autoremat.report.report import Report
 
@@ -366,7 +366,7 @@ def test_names_from_outside_are_escaped(report):
     names = {"module": "<script>alert(1)</script>", "source": 'a"b&c.py:1'}
     values = tuple(replace(value, **names) for value in report.plan.graph.values)
     plan = replace(report.plan, graph=replace(report.plan.graph, values=values))
-    text = html_report.to_html(replace(report, plan=plan, notes=("<b>",), others=(report,)))
+    text = plots.to_html(replace(report, plan=plan, notes=("<b>",), others=(report,)))
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert" in text
     assert "&lt;b&gt;" in text

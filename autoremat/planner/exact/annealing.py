@@ -27,7 +27,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.planner import PlanningResult
 from autoremat.planner.settings import settings
 
 

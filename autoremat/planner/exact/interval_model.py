@@ -40,7 +40,7 @@ from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.planner import PlanningResult
 from autoremat.planner.settings import settings
 
 Vector = NDArray[np.float64]

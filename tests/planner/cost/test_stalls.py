@@ -19,7 +19,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
-from autoremat.report.stored import StoredTensors
+from autoremat.report.decisions import StoredTensors
 
 TO_HOST, FROM_HOST, COMPUTE, NETWORK = Engine.TO_HOST, Engine.FROM_HOST, Engine.COMPUTE, Engine.NETWORK
 

@@ -23,8 +23,7 @@ from autoremat.planner.graph.op import Constraint
 from autoremat.planner.mip import solve
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import result_of
+from autoremat.planner.search.planner import Planner, result_of
 from autoremat.planner.search.starts import without_recomputation
 
 HOT = 3.0

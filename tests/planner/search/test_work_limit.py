@@ -30,8 +30,7 @@ from autoremat.planner.search import local_search, work_limit
 from autoremat.planner.search.live_view import LiveView
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.moves import Drops
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.planner.search.work_limit import WORK_PER_SECOND, WorkLimit
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
