@@ -70,12 +70,6 @@ def chain(length: int, size: int = 1, seconds: float = 1.0, **fields: Any) -> Gr
     return build.graph(backward_outputs=(gradient,), **fields)
 
 
-def with_orders(graph: Graph, **orders: Constraint) -> Graph:
-    """`graph` with constraints on the ops of these names."""
-    ops = tuple(dataclasses.replace(op, constraint=orders.get(op.name, op.constraint)) for op in graph.ops)
-    return dataclasses.replace(graph, ops=ops)
-
-
 SIZES = st.sampled_from([0, 1, 4, 16, 64, 100, 256])
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-3, 0.5])
 KINDS = [Kind.POINTWISE, Kind.POINTWISE, Kind.REDUCTION, Kind.EXTERN]

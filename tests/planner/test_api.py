@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from folders import ROOT
@@ -16,7 +14,6 @@ from memory_oracle import replay_bytes
 from oracles import least_added_seconds
 from strategies import changed, dags, graphs, training_chain
 
-import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.planner.api import SOLVERS, plan
 from autoremat.planner.exact import annealing
@@ -194,18 +191,6 @@ def test_a_search_out_of_time_says_so_and_still_answers(single_phase):
     found.check()
     assert found.interrupted
     assert found.status in (Status.TIME_LIMIT, Status.INFEASIBLE)
-
-
-def test_the_interface_imports_no_torch():
-    code = (
-        "import sys, autoremat\n"
-        "graph = autoremat.Graph.from_dag([1.0] * 4, [1] * 4, [(0, 1), (1, 2), (0, 3), (2, 3)], outputs=(3,))\n"
-        "assert isinstance(autoremat.plan(graph, 0.9), autoremat.Plan)\n"
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-    assert autoremat.plan is plan
 
 
 def test_the_example_in_the_documentation_does_what_it_says(capsys):

@@ -123,18 +123,6 @@ def test_a_region_is_recomputed_when_the_backward_enters_it_and_kept_until_it_le
     assert set(plan.saved) == {3, 6, 7, 8}
 
 
-def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_rest():
-    graph, regions = regions_of_chain()
-    ordered = Constraints(policy=Drawn(regions)).apply(graph)
-    assert [op.constraint for op in ordered.graph.ops[:8]] == [
-        Constraint.RECOMPUTE, Constraint.RECOMPUTE, Constraint.NONE, Constraint.RECOMPUTE, Constraint.RECOMPUTE,
-        Constraint.NONE, Constraint.NONE, Constraint.NONE,
-    ]  # fmt: skip
-    planner = Planner(ordered.graph, given=(ordered.candidate,))
-    assert planner.find(Limits(ordered.candidate.peak_bytes)).plan.cost_seconds <= ordered.candidate.cost_seconds
-    assert planner.smallest.peak_bytes <= ordered.candidate.peak_bytes
-
-
 def small() -> Graph:
     build = GraphBuilder()
     x = build.source(4)

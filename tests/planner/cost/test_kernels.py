@@ -105,19 +105,6 @@ def test_collectives_by_nvlink_of_cards_that_were_not_fitted():
     assert median_error(found, rows) <= 0.1
 
 
-def test_one_more_tile_than_multiprocessors_is_another_wave():
-    device = cuda_device("H100").of_type("bfloat16")
-    full, more = (Product(256 * tiles, 128, 8192) for tiles in (device.multiprocessors, device.multiprocessors + 1))
-    seconds = [device.kernel_seconds(0, 0, (shape,)) - device.efficiencies.product_seconds for shape in (full, more)]
-    assert seconds[1] > 1.1 * seconds[0]  # with smaller tiles, the last wave is shorter
-
-
-def test_a_long_inner_side_is_divided_among_idle_multiprocessors():
-    device = cuda_device("H100").of_type("bfloat16")
-    alone = 2 * 128 * 128 * 65536 / (device.flops_per_second / device.multiprocessors)
-    assert device.kernel_seconds(0, 0, (Product(128, 128, 65536),)) < alone / 4
-
-
 def test_the_backward_older_kernels_and_the_lack_of_a_mask_take_longer():
     device, flops = cuda_device("H100").of_type("bfloat16"), 10**12
     seconds = device.kernel_seconds(flops, 0, Attention(128, 4096, causal=True))
@@ -137,11 +124,6 @@ def test_a_cpu_has_the_seconds_of_its_roofline():
         tasks = Task(Rate.MATMUL, flops), Task(Rate.STREAM, moved)
         longest = max(flops / cpu.flops_per_second, moved / cpu.bytes_per_second)
         assert cpu.seconds(Work(tasks, True, shapes)) == longest
-
-
-def test_a_card_multiplies_at_the_rate_of_the_type():
-    card, task = cuda_device("H100"), Task(Rate.BATCHED_MATMUL, 1e12, "bfloat16", count=2.0)
-    assert card.seconds(Work((task,))) == 2e12 / card.of_type("bfloat16").flops_per_second
 
 
 def test_attention_by_cudnn():
@@ -203,10 +185,6 @@ def test_a_curve_goes_through_its_points_and_is_proportional_beyond_them():
     curve = Curve(((10.0, 1.0), (1000.0, 4.0)))
     assert [curve.seconds(x) for x in (1.0, 10.0, 100.0, 1000.0, 2000.0)] == pytest.approx([0.1, 1.0, 2.0, 4.0, 8.0])
     assert curve.seconds(0.0) == 0.0
-
-
-def test_where_more_work_took_less_time_the_longer_time_counts():
-    assert Curve.through([(3.0, 1.0), (1.0, 2.0), (1.0, 1.5), (9.0, 5.0)]).points == ((1.0, 2.0), (3.0, 2.0), (9.0, 5.0))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoremat.planner.cost.datasheets import DATASHEETS, GB
-from autoremat.planner.cost.durations import durations
-from autoremat.planner.cost.links import PLANNED_SHARE, HostLink, assumed_host_link, host_form
+from autoremat.planner.cost.links import HostLink, assumed_host_link, host_form
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Transfer
@@ -44,11 +43,6 @@ def waits(forms: dict[int, Form], *stays: tuple[int, int, int, int, int], speed:
     found = stalls_of(graph, replace(schedule, stays=kept), speed)
     assert found.seconds == sum(found.waits)
     return {at: wait for at, wait in enumerate(found.waits) if wait}
-
-
-def test_a_schedule_without_stays_waits_for_nothing():
-    found = stalls_of(*chain([1.0] * 6, {0: form(9, 9)}))
-    assert (found.seconds, found.waits, set(found.busy_seconds.values())) == (0.0, (0.0,) * 6, {0.0})
 
 
 def test_transfers_of_the_compute_stream_take_their_time_at_any_speed():
@@ -158,12 +152,6 @@ def test_waits_are_those_of_a_count_second_by_second(case):
     assert list(stalls_of(*case).waits) == waits_second_by_second(*case)
 
 
-@given(stored_chains(), st.sampled_from([1.0, 1.25, 4.0]))
-def test_known_seconds_of_executions_give_the_same(case, speed):
-    graph, schedule = case
-    assert stalls_of(graph, schedule, speed) == stalls_of(graph, schedule, speed, durations(graph, schedule))
-
-
 @pytest.mark.parametrize(
     ("device", "to_host", "from_host"),
     [
@@ -204,13 +192,3 @@ def test_a_value_on_the_host_has_the_seconds_of_the_planned_share_of_the_rates()
     assert (form.name, form.host_bytes, form.device_bytes, form.ranks) == ("host", 1000, 0, ())
     assert (form.store.engine, form.load.engine) == (Engine.TO_HOST, Engine.FROM_HOST)
     assert (form.store.seconds, form.load.seconds) == pytest.approx((12.0 / 0.8, 7.0 / 0.8))
-
-
-def test_the_measured_speed_gives_the_seconds_of_the_link_itself():
-    graph = Graph.from_dag([1.0] * 4, [1000] * 4, [(0, 1), (1, 2), (2, 3), (0, 3)], outputs=(3,), num_forward=2)
-    form = host_form(1000, HostLink(to_host=100.0, from_host=200.0, latency_seconds=2.0))
-    stored = replace(graph.values[0], forms=(form,))
-    graph = replace(graph, values=(stored, *graph.values[1:]))
-    found = stalls_of(graph, Schedule((0, 1), (2, 3), (Stay(0, "host", 0, 1, 2, 3),)), speed=1 / PLANNED_SHARE)
-    assert (found.busy_seconds[Engine.TO_HOST], found.busy_seconds[Engine.FROM_HOST]) == pytest.approx((12.0, 7.0))
-    assert found.waits == pytest.approx((0.0, 11.0, 0.0, 6.0))

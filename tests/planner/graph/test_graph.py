@@ -19,38 +19,6 @@ from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
 
 
-def small() -> Graph:
-    """x -> a -> b (output), a -> c (backward only); backward: d(tangent, c), e(d, a) -> gradient."""
-    build = GraphBuilder()
-    x = build.source(8)
-    a = build.op([x], 16)
-    b = build.op([a], 4)
-    c = build.op([a], 32, kind=Kind.POINTWISE)
-    tangent = build.source(4, Role.TANGENT)
-    d = build.op([tangent, c], 16, forward=False)
-    e = build.op([d, a], 8, forward=False, traits=Trait.RANDOM, seconds=2e-3)
-    return build.graph(forward_outputs=(b,), backward_outputs=(e,))
-
-
-def test_derived_facts_of_a_small_graph():
-    graph = small()
-    assert graph.num_forward == 3
-    assert graph.readers == ((0,), (1, 2, 4), (), (3,), (3,), (4,), ())
-    assert graph.forward_values == (1, 2, 3)
-    assert graph.required_forward == {0, 1}
-    assert graph.backward_needs == {1, 3}
-    assert graph.forward_seconds == 2.0
-    assert graph.producers([0, 3, 4, 5]) == [2, 3]
-    assert graph.ancestors([4]) == {0, 2, 3, 4}
-    assert graph.ancestors([4], available=frozenset({1})) == {2, 3, 4}
-
-
-def test_a_forward_value_that_is_a_gradient_is_needed_by_the_backward():
-    build = GraphBuilder()
-    value = build.op([build.source(1)], 4)
-    assert build.graph(backward_outputs=(value,)).backward_needs == {value}
-
-
 def test_a_forward_op_behind_a_backward_op_is_refused():
     values = (Value("x", 1, None), Value("a", 1, 0), Value("b", 1, 1))
     ops = (Op("p", "t", (0,), (1,), forward=False), Op("q", "t", (0,), (2,), forward=True))
@@ -101,11 +69,6 @@ def test_a_training_step():
     assert [op.forward for op in graph.ops] == [True, True, False, False]
     assert (graph.forward_outputs, graph.backward_outputs, graph.must_run) == ((1,), (3,), (0, 1))
     assert graph.step_seconds == 10.0
-
-
-def test_a_forward_of_all_ops_is_one_phase():
-    assert Graph.from_dag(**DIAMOND, num_forward=4) == Graph.from_dag(**DIAMOND)
-    assert Graph.from_dag([], [], []).single_phase
 
 
 def test_edges_are_merged_and_may_come_from_arrays():

@@ -19,7 +19,7 @@ from autoremat.basics.errors import OptionsError, PlanFileError, PlanInvalid
 from autoremat.planner.exact import annealing, interval_model
 from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.planner.memory.simulator import simulate
@@ -27,7 +27,7 @@ from autoremat.planner.plans.limits import Limits, point_of
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.plans.plan_file import PlanFile, fitted
 from autoremat.planner.search.planner import Planner
-from autoremat.report.peak_snapshot import TensorCategory, peak_of, profile_of
+from autoremat.report.peak_snapshot import peak_of, profile_of
 
 A = 1
 """The value of 800 bytes that has forms; op 0 computes it."""
@@ -48,23 +48,6 @@ def small_graph(**fields: Any) -> Graph:
 
 def small_plan(form: str = "host", store: int = 0, free: int = 1, load: int = 4, need: int = 5, **fields: Any) -> Plan:
     return Plan.of(small_graph(**fields), Schedule((0, 1, 2), (3, 4, 5), (Stay(A, form, store, free, load, need),)))
-
-
-@pytest.mark.parametrize(
-    ("stay", "expected"),
-    [
-        ({}, [800, 801, 2, 2, 802, 802]),
-        ({"free": 3, "load": 5}, [800, 801, 802, 802, 2, 802]),
-        ({"form": "shards", "store": 2, "free": 3}, [800, 801, 1202, 1202, 2002, 2002]),
-        ({"form": "bits"}, [903, 904, 102, 102, 907, 907]),
-        ({"form": "bits", "load": 3, "need": 4}, [903, 904, 102, 907, 907, 802]),
-    ],
-    ids=str,
-)
-def test_the_bytes_of_a_stay(stay, expected):
-    plan = small_plan(**stay)
-    assert plan.timeline.bytes_at.tolist() == expected == replay_bytes(plan.graph, plan.schedule)
-    plan.check()
 
 
 def test_the_bytes_between_the_halves_and_on_the_host():
@@ -146,18 +129,6 @@ def test_a_budget_on_the_host_is_one_of_the_plan():
     assert "stored" not in str(replace(plan, schedule=Schedule(plan.schedule.forward, plan.schedule.backward)))
 
 
-def test_the_snapshot_counts_a_loaded_value_and_its_form_as_saved():
-    snapshot = peak_of(small_plan("shards"))
-    assert snapshot is not None
-    assert dict(snapshot.by_sort)[TensorCategory.SAVED] == 800 + 400 + 800
-
-
-def test_forms_and_stays_are_in_files():
-    plan = replace(small_plan("bits", in_flight=2), host_budget_bytes=5)
-    again = Plan.loads(plan.dumps())
-    assert (again.graph, again.schedule, again.host_budget_bytes) == (plan.graph, plan.schedule, 5)
-
-
 def forms_in(record: dict[str, Any]) -> list[Any]:
     """The forms of the stored value in the record of a file: each a list of name, store, load and so on."""
     values = record["graph"]["values"]
@@ -227,29 +198,6 @@ def test_plans_keep_the_sum_of_all_open_calls_within_the_budget(graph, calls, re
         found.plan.check()
         assert effective_peak(graph, found.plan) == found.plan.peak_bytes <= budget
         assert found.lower_bound_seconds <= found.plan.cost_seconds * (1 + 1e-6) + 1e-9
-
-
-def test_a_saved_tensor_whose_buffer_the_backward_reuses_is_held():
-    build = GraphBuilder()
-    source, tangent = build.source(8), build.source(8, Role.TANGENT)
-    saved = build.op([source], 64, kind=Kind.EXTERN)
-    output = build.op([saved], 8, kind=Kind.EXTERN)
-    inside = build.op([saved], 64, forward=False, kind=Kind.POINTWISE, in_place=(saved,))
-    gradient = build.op([inside, tangent], 8, forward=False, kind=Kind.EXTERN)
-    graph = build.graph(forward_outputs=(output,), backward_outputs=(gradient,), fuses=True, in_flight=3)
-    plan = Planner(graph).baseline
-    assert plan.timeline.held_bytes == 72
-    assert plan.peak_bytes == effective_peak(graph, plan)
-
-
-def test_the_bound_is_close_on_a_chain():
-    graph = with_calls(chain(40, size=100, saving_seconds_per_byte=0.0, forward_outputs=(40,)), 4)
-    planner = Planner(graph)
-    for tenths in (9, 7, 5, 3):
-        found = planner.find(Limits(planner.baseline.peak_bytes * tenths // 10))
-        assert found.plan is not None
-        assert 0.0 < found.lower_bound_seconds <= found.plan.added_seconds
-        assert found.plan.added_seconds <= 1.2 * found.lower_bound_seconds + 3
 
 
 def test_a_graph_of_one_phase_has_no_calls_in_flight():

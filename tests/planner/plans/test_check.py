@@ -8,11 +8,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import GraphBuilder, changed, dags, graphs, saved_sets
+from strategies import changed, dags, graphs, saved_sets
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Kind
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan, Status
 
@@ -111,21 +111,6 @@ def test_a_changed_timeline_is_refused(data):
     if len(bytes_at):
         bytes_at[data.draw(st.integers(0, len(bytes_at) - 1))] += more
         assert not passes(dataclasses.replace(plan, timeline=dataclasses.replace(plan.timeline, bytes_at=bytes_at)))
-
-
-def test_figures_of_a_plan():
-    build = GraphBuilder()
-    a = build.op([build.source(1)], 100, seconds=2.0)
-    b = build.op([a], 10, seconds=0.5)
-    gradient = build.op([a, b], 1, forward=False, kind=Kind.REDUCTION)
-    graph = build.graph(forward_outputs=(b,), backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=1e-3)
-    plan = Plan.of(graph, build_schedule(graph, (b,)), "label")
-    assert (plan.saved, plan.saved_bytes, plan.recomputed) == ((b,), 10, (0,))
-    assert plan.added_seconds == 2.0
-    assert plan.cost_seconds == pytest.approx(2.0 + 10 * 0.5e-3)  # b is written anyway and read by a fused kernel
-    # forward: a, then a and b; backward: b, the new a; then the gradient besides
-    assert plan.timeline.bytes_at.tolist() == [100, 110, 110, 111]
-    assert (plan.peak_bytes, plan.label) == (111, "label")
 
 
 def diamond() -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from memory_oracle import replay_bytes
 from strategies import GraphBuilder, changed, graphs, training_chain
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role, Trait
+from autoremat.planner.graph.op import Role
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import LiveView
@@ -82,46 +81,6 @@ def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in
     assert Planner(graph, 60.0).find(Limits(budget)).plan.schedule == found.plan.schedule
 
 
-def knapsack(sizes: list[int], seconds: list[float], workspace: int) -> Graph:
-    """One forward op per value. The backward begins with a large workspace, then reads the values one by one."""
-    build = GraphBuilder()
-    source, gradient = build.source(0), build.source(0, Role.TANGENT)
-    made = [build.op([source], size, seconds=cost, traits=Trait.NONE) for size, cost in zip(sizes, seconds, strict=True)]
-    loss = build.op(made, 0)
-    gradient = build.op([gradient], 1, forward=False, workspace_bytes=workspace)
-    for value in made:
-        gradient = build.op([value, gradient], 1, forward=False)
-    return build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), saving_seconds_per_byte=0.0)
-
-
-def test_two_small_values_take_the_memory_of_a_large_one():
-    # Of 12 free bytes, the large value gains 1.1 s per byte and leaves 2; the small ones gain 1 s per byte and leave none.
-    found = Planner(knapsack([10, 6, 6], [11.0, 6.0, 6.0], 20), 60.0).find(Limits(33)).plan
-    assert found is not None
-    assert found.added_seconds == 11.0
-    assert [found.graph.values[value].bytes for value in found.saved] == [6, 6]
-
-
-def uneven_chain(count: int, seed: int) -> Graph:
-    """A training step of ``count`` layers of different seconds and bytes. Each layer's gradient reads the layer's input."""
-    generator = random.Random(seed)
-    edges = [(i, i + 1) for i in range(2 * count - 1)] + [(i, 2 * count - 1 - i) for i in range(count)]
-    seconds = [float(generator.randint(1, 9)) for _ in range(2 * count)]
-    sizes = [generator.randint(1, 9) * 100 for _ in range(2 * count)]
-    return Graph.from_dag(seconds, sizes, edges, num_forward=count)
-
-
-@pytest.mark.parametrize(("count", "seed"), [(12, 9), (16, 1), (16, 6), (16, 11)])
-def test_trials_lower_the_cost_near_the_least_peak(count, seed):
-    graph = uneven_chain(count, seed)
-    planner = Planner(graph)
-    budget = int(1.02 * planner.lowest.peak_bytes)
-    found = planner.find(Limits(budget))
-    solved = LocalSearch(graph, WorkLimit()).solved(planner.plans, budget)
-    assert found.lower_bound_seconds <= found.plan.cost_seconds
-    assert not solved or found.plan.cost_seconds <= solved[0].cost_seconds
-
-
 # -- the least peak ------------------------------------------------------------------------------------------------------
 
 
@@ -168,16 +127,3 @@ def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
 def test_the_least_peak_of_a_chain_is_close_to_the_proven_bound(length):
     planner = Planner(training_chain(length, size=100))
     assert planner.lowest.peak_bytes <= planner.bounds.within().peak_bytes + 100
-
-
-def test_a_single_phase_has_the_same_search():
-    """A residual chain: the values of its start are read again at its end."""
-    graph = Graph.from_dag([1.0] * 20, [10] * 20, [(i, i + 1) for i in range(19)] + [(i, 19 - i) for i in range(9)])
-    planner = Planner(graph)
-    peak = planner.baseline.peak_bytes
-    found = planner.find(Limits(int(0.7 * peak)))
-    assert found.plan is not None
-    found.plan.check()
-    assert found.plan.peak_bytes <= int(0.7 * peak)
-    assert found.lower_bound_seconds <= found.plan.cost_seconds
-    assert planner.lowest.peak_bytes < peak

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import GraphBuilder, changed, graphs, saved_sets, with_forms
 
 from autoremat.planner.graph.op import Engine, Form, Kind, Role, Transfer
-from autoremat.planner.graph.schedule import Stay, build_schedule
+from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
@@ -136,16 +135,3 @@ def test_placed_plans_fit_and_are_valid(data, graph, in_flight, share):
         found.check(ignores_recompute=True)
         assert found.peak_bytes <= budget
         assert host_bytes is None or found.host_bytes <= host_bytes
-
-
-def lengths(stays: tuple[Stay, ...]) -> list[int]:
-    return [stay.need - stay.load for stay in stays]
-
-
-def test_loads_wait_for_their_engine():
-    forms: dict[int, Form] = {index: on_host(1.0) for index in range(4)}
-    plan = placed(chain([10] * 10, forms), 70)
-    assert plan.stall_seconds == 0.0
-    assert all(length >= 1 for length in lengths(plan.schedule.stays))
-    stays = sorted(plan.schedule.stays, key=lambda stay: stay.need)
-    assert all(first.load < second.load for first, second in pairwise(stays))

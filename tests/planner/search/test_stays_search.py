@@ -23,7 +23,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Role, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.limits import UNLIMITED, Limits
-from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import lower_bound
 from autoremat.planner.search.planner import Planner
@@ -174,14 +174,6 @@ def test_the_least_peak_keeps_to_the_host(host_bytes):
     assert planner.find(Limits(planner.smallest.peak_bytes)).plan is not None
 
 
-def test_calls_in_flight_hold_stored_values_on_the_host():
-    graph = on_host(step(SIZES, SECONDS, in_flight=3), 1e3)
-    peak = Planner(graph, 60.0).baseline.peak_bytes
-    plan = planned(graph, peak // 2)
-    assert plan.added_seconds == 0.0
-    assert plan.host_bytes == 3 * plan.stored_bytes
-
-
 def test_values_that_can_be_packed_are_packed_where_this_is_cheap():
     def packed(graph: Graph, seconds: float) -> Graph:
         convert = Transfer(Engine.COMPUTE, seconds)
@@ -209,14 +201,6 @@ def test_a_budget_of_time_is_kept_with_a_lower_peak():
         assert limits.keep(found)
         peaks.append(found.peak_bytes)
     assert peaks[1] < peaks[0]
-
-
-def test_fronts_and_plans_without_torch_have_stays():
-    graph = on_host(step(SIZES, SECONDS), 1e3)
-    assert any(plan.schedule.stays for plan in Planner(graph, 60.0).front())
-    found = plan_of(graph, 0.7, time_limit=60.0)
-    assert found.schedule.stays
-    assert found.status is Status.OPTIMAL
 
 
 def test_solvers_that_know_no_stays_refuse_forms_or_leave_them():

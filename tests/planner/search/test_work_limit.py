@@ -18,18 +18,14 @@ from folders import ROOT, TESTS
 from reports import report_on
 from strategies import training_chain
 
-import autoremat
-from autoremat.compiler import joint_graph, planning
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Searches
 from autoremat.options.options import Options
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search import local_search, work_limit
-from autoremat.planner.search.live_view import LiveView
+from autoremat.planner.search import work_limit
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.moves import Drops
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.planner.search.work_limit import WORK_PER_SECOND, WorkLimit
 from autoremat.report.report import Report
@@ -160,33 +156,6 @@ def test_every_stage_of_a_search_looks_at_the_clock(slow_units, seconds, share):
     assert slow_units.time - began <= seconds + UNITS_BESIDE
 
 
-def test_moves_are_looked_for_inside_of_units_alone_so_their_work_counts(monkeypatch):
-    is_open, seen = [False], set()
-    unit = WorkLimit.unit
-
-    @contextlib.contextmanager
-    def opened(limit: WorkLimit, work: float = 0.0):
-        with unit(limit, work):
-            is_open[0] = True
-            yield
-            is_open[0] = False
-
-    def watched(function):
-        def call(*arguments, **named):
-            assert is_open[0], f"{function.__qualname__} runs outside of a unit"
-            seen.add(function.__qualname__)
-            return function(*arguments, **named)
-
-        return call
-
-    monkeypatch.setattr(WorkLimit, "unit", opened)
-    for owner, name in ((LiveView, "__init__"), (Drops, "around"), (local_search, "keeps_of")):
-        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
-    planner = Planner(training_chain(40), 100.0)
-    planner.find(Limits(int(0.3 * planner.baseline.peak_bytes)))
-    assert len(seen) == 3
-
-
 def test_no_unit_begins_that_might_end_late(clock):
     limit = WorkLimit(10.0)
     with limit.unit():
@@ -196,17 +165,6 @@ def test_no_unit_begins_that_might_end_late(clock):
         clock.time += 2.5
     assert limit.has_passed()  # 6.5 s and another 4.0 s are too much
     assert limit.ended_by_clock
-
-
-def test_a_share_of_the_work_passes_before_the_work():
-    limit = WorkLimit(10.0)
-    with limit.unit(6.0 * WORK_PER_SECOND):
-        pass
-    assert not limit.has_passed(0.7)
-    assert not limit.interrupted
-    assert limit.has_passed(0.5)
-    assert limit.interrupted
-    assert not limit.ended_by_clock
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -247,17 +205,6 @@ def test_the_report_names_what_ended_the_search(clock, monkeypatch, slowness):
 
 def classified(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(x @ weight, torch.zeros(64, dtype=torch.int64))
-
-
-def test_the_capture_of_another_form_of_the_loss_is_no_part_of_planning(monkeypatch):
-    said: list[str] = []
-    for module in (joint_graph, planning):
-        monkeypatch.setattr(module, "now", lambda doing, *_: said.append(doing.split()[0]))
-    weight, x = torch.randn(8, 512, requires_grad=True), torch.randn(64, 8)
-    report = autoremat.explain(classified, weight, x, options={"compiler": "aot_eager", "chunk_loss": 4})
-    assert report.loss_chunks == 4
-    at = said.index("chunking")
-    assert said[at : at + 3] == ["chunking", "capturing", "planning"]
 
 
 def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take_its_plan(monkeypatch):
