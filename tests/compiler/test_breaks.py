@@ -56,16 +56,6 @@ def left_whole() -> bool:
     return not graphs
 
 
-def test_reports_are_a_list_that_says_why_it_is_empty():
-    found = autoremat.reports()
-    assert found == []
-    assert isinstance(found, list)
-    for index in (-1, 0):
-        with pytest.raises(IndexError, match=r"handed no graph(.|\n)*nn.LSTM.*allow_rnn(.|\n)*DistributedDataParallel"):
-            found[index]
-    assert found[1:] == []
-
-
 def test_an_rnn_that_dynamo_leaves_alone_is_told_of_once(left_whole):
     loss, x = with_lstm()
     compiled = torch.compile(loss, backend="autoremat", options={**OPTIONS, "memory_budget": "1GiB"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +23,6 @@ from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.lowering import Partitioning
 from autoremat.compiler.problem import Problem, fingerprint
 from autoremat.options.options import Options
-from autoremat.planner.plans.limits import Limits
-from autoremat.planner.search.planner import Planner
 from autoremat.request import surroundings
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
@@ -82,22 +79,6 @@ def test_the_budget_of_the_next_plan_is_lower_by_what_the_code_needs_more(monkey
     assert found.record.extra_headroom_bytes == excess
 
 
-@pytest.mark.slow
-def test_a_planner_serves_all_attempts_on_its_graph(monkeypatch):
-    made, original = [], Planner.__post_init__
-    monkeypatch.setattr(Planner, "__post_init__", lambda self: made.append(self) or original(self))
-    attempts = fake_lower(monkeypatch, [BASELINE + 2000, BASELINE + 1, BASELINE])
-    compiled(BASELINE)
-    assert len(attempts) == 3
-    (planner,) = made
-    for attempt in attempts:
-        planned = attempt.planned
-        assert planned.planner is planner
-        limit = BASELINE - planned.budget.code_headroom_bytes - planned.budget.extra_headroom_bytes
-        assert planned.budget.limit_bytes == limit
-        assert Planner(planner.graph).find(Limits(limit)).plan.schedule == planned.plan.schedule
-
-
 def test_a_share_of_one_is_the_peak_of_the_baselines_code(monkeypatch):
     fake_lower(monkeypatch, [10 * BASELINE])
     assert compiled(1.0).report.budget_bytes == 10 * BASELINE
@@ -149,17 +130,6 @@ def test_code_of_an_earlier_attempt_counts_where_a_cache_answers_for_an_equal_ha
     assert trials._known(first, {False: forward}) == {False: forward}
     assert trials._known(second, {True: backward}) == {False: forward, True: backward}
     assert trials._known(first, {}) == {False: forward}
-
-
-@pytest.mark.parametrize("number", [10**60, 1.5, "1"])
-def test_a_record_with_an_implausible_headroom_counts_as_absent(number: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = {"report": None, "extra_headroom_bytes": 512, "agreement": ""}
-    monkeypatch.setattr(records, "read_text", lambda *_: json.dumps(stored))
-    assert records.load_record("key") == records.Record(None, 512)
-    stored["extra_headroom_bytes"] = -512  # of a plan that is looser than the budget
-    assert records.load_record("key") == records.Record(None, -512)
-    stored["extra_headroom_bytes"] = number  # type: ignore[assignment]
-    assert records.load_record("key") is None
 
 
 SECOND = torch.device("cuda", 1)

@@ -23,7 +23,6 @@ from autoremat.compiler.joint_graph import Partitioner
 from autoremat.planner.memory.allocations import FREED
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.planner.search.starts import Starts
-from autoremat.torch_private import inductor_lowering
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")]
 
@@ -108,25 +107,6 @@ def test_inputs_with_gradients_that_are_written_to(budget):
 
     for found, expected in zip(numbers(compiled(step, budget)), numbers(step), strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-    x = torch.randn(256, 64)
-
-    def loss(x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    def peak() -> int | None:
-        torch._dynamo.reset()
-        return autoremat.explain(loss, x, lower=True, options=LEAST | {"compiler": "inductor"}).compiled_peak_bytes
-
-    pin, pinned_graphs = inductor_lowering._pin_order, []
-    monkeypatch.setattr(inductor_lowering, "_pin_order", lambda scheduler: pinned_graphs.append(pin(scheduler)))
-    pinned = peak()
-    assert pinned_graphs
-    monkeypatch.setattr(inductor_lowering, "_pin_order", lambda scheduler: None)
-    assert pinned == peak()
 
 
 @pytest.mark.parametrize("start", [0, 1])

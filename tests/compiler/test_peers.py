@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -296,21 +294,3 @@ def test_ranks_gather_together_if_all_of_them_have_the_graph_and_compute_alike(r
     rows = enumerate(zip(replications, ranks, strict=True))
     terms = {rank: {"graph": "graph", "replication": own, "gathers": over} for rank, (own, over) in rows}
     assert peers._same_graph(terms, "graph") == peers._SameGraph((0, 1, 2, 3), expected)
-
-
-def imported_and_used(rank: int) -> list[bool]:
-    """Whether threads and the hook for errors are as before, after the import and after a step."""
-
-    def present() -> tuple[object, set[str]]:
-        return sys.excepthook, {one.name for one in threading.enumerate() if one.name.startswith("autoremat")}
-
-    before = present()
-    torch._dynamo.lookup_backend("autoremat")
-    imported = present()
-    step(EAGER | {"memory_budget": 10**9, "progress": False})
-    return [imported == before, present() == before]
-
-
-@pytest.mark.slow  # each rank is a process
-def test_neither_import_nor_step_starts_a_thread_or_replaces_a_hook():
-    assert values(run_ranks(imported_and_used, 2)) == [[True, True]] * 2
