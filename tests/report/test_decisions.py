@@ -15,8 +15,8 @@ from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.report.decisions import Decision, Reason, explain_values, module_class
-from autoremat.report.peak_snapshot import SAMPLES, TensorCategory, module_group, peak_of, profile_of
+from autoremat.report.decisions import Decision, Reason, explain_values
+from autoremat.report.peak_snapshot import SAMPLES, TensorCategory, peak_of, profile_of
 
 
 def explained(graph: Graph, saved: set[int], budget: int | None = None) -> dict[str, tuple[Decision, Reason]]:
@@ -142,11 +142,6 @@ def test_values_add_up_to_the_plan(graph, share):
         )
 
 
-@pytest.mark.parametrize(("module", "expected"), [("layers.10", "layers.*"), ("", ""), ("h.0.attn.2", "h.*.attn.*")])
-def test_module_class(module, expected):
-    assert module_class(module) == expected
-
-
 def plan_of(graph, share=1.0):
     planner = Planner(graph, 5.0)
     planning = planner.find(Limits(int(share * planner.baseline.peak_bytes)))
@@ -195,9 +190,3 @@ def test_each_sort_is_recognised():
         TensorCategory.RECOMPUTED: 200, TensorCategory.SAVED: 100, TensorCategory.GRADIENT: 50, TensorCategory.TEMPORARY: 40,
         TensorCategory.TANGENT: 30, TensorCategory.OUTPUT: 10, TensorCategory.WORKSPACE: 7,
     }  # fmt: skip
-
-
-def test_modules_are_grouped_below_the_first_number():
-    assert module_group("model.layers.3.mlp.up_proj") == "model.layers.*.mlp"
-    assert module_group("model.lm_head") == "model.lm_head"
-    assert module_group("") == "no module"

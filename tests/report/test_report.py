@@ -18,7 +18,6 @@ from strategies import GraphBuilder, graphs
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Constraint, Role
 from autoremat.planner.plans.limits import Limits
-from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.planner.search.planner import Planner
 from autoremat.report import plots, registry, text_tables
 from autoremat.report.decisions import Decision
@@ -60,16 +59,6 @@ def test_the_gap_is_the_distance_to_the_bound_in_steps():
     assert Report.from_json(infeasible.to_json()) == infeasible
 
 
-def test_saved_tensors_are_listed_largest_first_with_their_origin():
-    report = report_for(None)
-    assert len(report.saved) == LENGTH
-    sizes = [tensor.bytes for tensor in report.saved]
-    assert sizes == sorted(sizes, reverse=True)
-    first = report.saved[0]
-    assert (first.name, first.bytes, first.module) == ("v1", SIZE, "layers.1")
-    assert first.source == "/home/user/project/net/model.py:1"
-
-
 @pytest.mark.parametrize(
     ("room", "compiled", "fits"),
     [
@@ -108,16 +97,6 @@ def test_a_plan_file_is_told_from_a_report(tmp_path):
         Report.from_json((tmp_path / "plan.json").read_text())
 
 
-def test_text_has_every_figure_a_person_asks_for():
-    report = report_for(16 * SIZE)
-    text = f"{report}\n{report.details}"
-    for expected in ("16.00 MiB", f"{report.overhead:.1%}", "250.00 ms"):
-        assert expected in text, f"{expected!r} is not in\n{text}"
-    assert "compiled_peak_bytes" not in text
-    assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
-    assert "\x1b" not in text
-
-
 def test_a_report_prints_six_lines_that_compare_with_plain_inductor():
     report = report_for(16 * SIZE, compiler="inductor", budget_share=0.5, reference_bytes=32 * SIZE, hints=("more",))
     words = [line.split("  ")[0] for line in str(report).splitlines()]
@@ -127,29 +106,6 @@ def test_a_report_prints_six_lines_that_compare_with_plain_inductor():
     assert report.added_share == pytest.approx(report.recomputed_ops / (2 * LENGTH))
     assert len(f"autoremat: {report.summary()}") <= 80
     assert "OVER THE BUDGET by" in str(replace(report, compiled_peak_bytes=17 * SIZE))
-
-
-def test_text_shows_the_ten_largest_saved_tensors():
-    text = str(report_for(None).details)
-    assert text.count("1.00 MiB  test.op  layers.") == 10
-    assert [f"layers.{i}" in text.split() for i in (1, 10, 11, 24)] == [True, True, False, False]
-    assert "project/net/model.py:1" in text.split()
-    assert "/home/user" not in text
-
-
-def test_text_shows_the_pool_of_cuda_graphs():
-    report = dataclasses.replace(report_for(None, compiled_peak_bytes=3 * SIZE), graph_pool_bytes=2 * SIZE)
-    assert f"{format_bytes(2 * SIZE)}" in str(report.details)
-
-
-@pytest.mark.usefixtures("no_reports")
-def test_reports_are_listed_oldest_first_and_the_list_is_a_copy():
-    first, second = report_for(None), report_for(16 * SIZE)
-    add_report(first)
-    add_report(second)
-    assert reports() == [first, second]
-    reports().clear()
-    assert len(reports()) == 2
 
 
 @pytest.mark.usefixtures("no_reports")
@@ -186,13 +142,6 @@ def test_tables_show_values_and_what_is_alive():
     assert "saved" in after
     with pytest.raises(ValueError, match="not a valid Decision"):
         report.table("kept")
-
-
-def test_each_execution_has_its_simulated_bytes():
-    report = report_for(16 * SIZE)
-    lines = text_tables.as_text(report.op_bytes_table()).splitlines()
-    first = report.plan.graph.ops[report.plan.schedule.forward[0]].name
-    assert lines[2].split() == [*format_bytes(int(report.plan.timeline.bytes_at[0])).split(), first, "forward"]
 
 
 def test_the_report_says_what_binds_the_peak_of_its_plan_and_keeps_it_in_json():
@@ -286,32 +235,6 @@ def test_the_memory_picture_shows_peak_budget_and_border(report):
     shown = " ".join(texts(figure))
     assert all(expected in shown for expected in ("MiB", "milliseconds", *report.profile_after.groups))
     assert not any("budget" in text for text in texts(plots.memory(report_for(None))))
-
-
-def test_layers_add_up_to_what_the_forward_makes(report):
-    figure = plots.saved_by_layer(report)
-    (axes,) = figure.axes
-    assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(LENGTH)
-    saved = sum(bar.get_width() for bar in next(c for c in axes.containers if c.get_label() == "saved"))
-    assert saved == pytest.approx(report.saved_bytes / 2**20)
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"layers.{i}" for i in range(1, LENGTH + 1)]
-
-
-def test_the_pareto_picture_has_every_family():
-    points = [
-        Point(OURS, "", 10 << 20, 1.0, 4.0), Point(OURS, "", 20 << 20, 0.0, 4.0), Point(BOUND, "", 10 << 20, 0.5, 4.0),
-        Point(BOUND, "", 20 << 20, 0.0, 4.0), Point(TORCH, "0.5", 15 << 20, 2.0, 4.0), Point(TORCH, "1", 19 << 20, 0.1, 4.0),
-        *(Point(POLICY, name, 12 << 20, 3.0 + close, 4.0) for name, close in (("sqrt", 0.0), ("full", 0.01), ("block", 0.0))),
-    ]  # fmt: skip
-    figure = plots.pareto(points)
-    (axes,) = figure.axes
-    ours = next(line for line in axes.lines if line.get_label() == OURS)
-    assert list(ours.get_xdata()) == [10.0, 20.0]
-    assert list(ours.get_ydata()) == [25.0, 0.0]
-    for expected in ("0.5", "sqrt, block", "full", "lower bound", "policy", "plain Inductor, 19.00 MiB, +2.5%"):
-        assert any(expected in text for text in texts(figure))
-    boxes = [label.get_window_extent() for label in axes.texts]
-    assert not [box for number, box in enumerate(boxes) if box.count_overlaps(boxes[:number])]
 
 
 def test_pictures_are_written_in_both_formats(report, tmp_path):

@@ -130,21 +130,6 @@ def test_gradients_beyond_the_budget_end_it_before_any_trial():
     assert "1.46 KiB (75%)" in str(advice)
 
 
-def test_operands_that_bind_are_named():
-    error = refusal(3000, gradients=100)
-    error.parts = (("operands of mm of lm_head", 2900), ("gradients", 100))
-    advice = advise(Step(on_host=30.0), Options(chunk_loss=False), (torch.zeros(1, 2),), {}, error, 9.0)
-    assert advice.best is None
-    assert "2.83 KiB (97%) of operands of mm of lm_head" in str(advice)
-
-
-def test_what_was_tried_is_named_if_none_fits():
-    two_sizes = (torch.zeros(50, 2), torch.zeros(7))
-    advice = advise(Step(on_host=0.5), Options(chunk_loss=False), two_sizes, {}, refusal(GRADIENTS + 5000), 9.0)
-    assert [one.options for one in advice.trials] == [{"host_memory": "1024GiB", "tiles": "auto"}]
-    assert "host_memory='1024GiB', tiles='auto': 2.73 KiB of 1000 B" in str(advice)
-
-
 @pytest.mark.parametrize("error", [PlanInvalid("op 3 reads a lost value"), OptionsError("no such host")])
 def test_an_error_of_a_trial_ends_it(error):
     def explain(options, args, kwargs):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from emulated_cuda.named import Norms
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -123,25 +121,3 @@ def test_a_decomposition_finds_the_card_and_makes_tensors_of_the_cpu():
     assert len(called) == 4
     assert {node.meta["val"].device.type for node in called} == {"cpu"}
     assert {node.kwargs.get("device", torch.device("cpu")).type for node in called} == {"cpu"}
-
-
-def test_other_threads_find_the_cpu_and_nothing_stays_changed():
-    def attributes():
-        return vars(FakeTensor)["device"], vars(FakeTensor).get("is_cuda")
-
-    before, found = attributes(), []
-
-    def decompose(x):
-        def look():
-            found.append(x.device.type)
-
-        look()
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-        return x * 2
-
-    with FakeTensorMode(), decided_as_on_card():
-        make_fx(torch.relu, decomposition_table={torch.ops.aten.relu.default: decompose})(torch.empty(4))
-    assert found == ["cuda", "cpu"]
-    assert attributes() == before
