@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import ISSUES
-from autoremat.capture import capture
 from autoremat.compiler import lowering
 
 LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
@@ -119,23 +118,6 @@ def test_a_planner_without_time_still_finds_a_plan() -> None:
     expected = gradient(product, backend="aot_eager")
     assert same_bits(gradient(product, backend="autoremat", options=LEAST | {"time_limit": 1e-9}), expected)
     assert autoremat.reports()[-1].time_limited
-
-
-def test_what_cannot_be_planned_trains_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(node: torch.fx.Node, *arguments: object) -> int:
-        if capture.op_traits.packet(node) is torch.ops.aten.mm:
-            raise IndexError("no such dimension")
-        return 0
-
-    monkeypatch.setattr(capture.op_traits, "flops_of", fail)
-    expected = gradient(product, backend="aot_eager")
-    before = len(autoremat.reports())
-    with pytest.warns(autoremat.FallbackWarning) as caught:
-        found = gradient(product, backend="autoremat", options=WARNED)
-    (warning,) = [w for w in caught if issubclass(w.category, autoremat.FallbackWarning)]
-    assert "aten.mm.default" in str(warning.message)
-    torch.testing.assert_close(found, expected)
-    assert len(autoremat.reports()) == before
 
 
 def test_a_failure_half_way_through_the_rewrite_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,12 +64,6 @@ def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkey
     assert autoremat.reports()[-1].budget_bytes == (1 << 34) - autoremat.Options().auto_headroom
 
 
-def test_a_device_without_room_says_what_is_missing(device_with):
-    device_with(MIB)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="leaves nothing: 1.00 MiB .* are free on the device"):
-        planned(nn.Linear(4, 4), torch.randn(2, 4), memory_budget="auto", auto_headroom="2MiB")
-
-
 @pytest.mark.gpu
 def test_auto_is_what_the_device_has_free():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
