@@ -53,6 +53,8 @@ def test_spaces_around_variables_are_no_part_of_them(folder, monkeypatch):
         "[]",
         '{"report": {}, "extra_headroom_bytes": 0}',
         '{"report": null, "extra_headroom_bytes": 1e400}',
+        '{"report": null, "extra_headroom_bytes": 1.5}',
+        '{"report": null, "extra_headroom_bytes": "1"}',
         "[" * 200_000,
     ],
     ids=lambda text: text[:40],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import re
 import sys
@@ -24,7 +23,6 @@ from autoremat.basics.display import PlainTable
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.units import bytes_apart, format_bytes, format_seconds, parse_bytes
 from autoremat.capture.source_info import origin
-from autoremat.planner.search.pareto_front import HEADROOM_NOTE
 from autoremat.report.text_tables import short_source
 
 OPTIONS = {"compiler": "aot_eager"}
@@ -103,11 +101,6 @@ def test_texts_are_no_markup_wherever_they_come_from():
     for text in (str(table), "\n".join(Cells(table._repr_html_()).cells)):
         assert text.count("[red]<b>&\\x1b[31m") == 2, text
     assert "<b>" not in table._repr_html_()
-
-
-def test_points_say_that_they_exclude_the_code_headroom(shown):
-    assert str(shown["Pareto"]).splitlines()[-1] == HEADROOM_NOTE
-    assert HEADROOM_NOTE in html.unescape(shown["Pareto"]._repr_html_())
 
 
 @pytest.mark.parametrize(

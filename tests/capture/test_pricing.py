@@ -20,9 +20,7 @@ from autoremat.capture import capture as capturing
 from autoremat.capture.capture import Capture, capture
 from autoremat.capture.pricing import Prices, arithmetic_of, work_of
 from autoremat.measure import calibration
-from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.cost.rates import BATCH, Curve, Rate, Rates, curve_name
-from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import joint_graphs
 
 SPEED = 1e9
@@ -133,27 +131,6 @@ def test_a_fused_op_costs_its_share_of_the_traffic_and_its_arithmetic():
     op = next(op for op in captured(lambda: (x.exp() @ x).sum(), rates=rates).graph.ops if "exp" in op.target)
     assert op.memory_bound_seconds == pytest.approx(op.bytes_moved // 3 * rates.saving_seconds_per_byte / 2)
     assert op.seconds - op.memory_bound_seconds == pytest.approx(64 * 64 / SPEED)
-
-
-def test_saving_costs_what_streams_cost_that_no_cache_holds():
-    curves = {curve_name(rate): Curve(((1.0, 1 / SPEED),)) for rate in Rate}
-    curves["stream"] = Curve(((1e4, 1e4 * 1e-12), (1e6, 1e6 * 1e-12), (2e8, 2e8 * 4e-11)))
-    assert Rates("cpu", 1e-6, curves).saving_seconds_per_byte == pytest.approx(2 * 4e-11)
-
-
-def test_the_inverse_root_of_a_normalisation_is_computed_again_for_every_element():
-    hidden, left, right = weight(128, 64), weight(64, 64), weight(64, 64)
-
-    def normalised() -> torch.Tensor:
-        product = hidden @ left
-        variance, mean = torch.var_mean(product, -1, correction=0, keepdim=True)
-        return (((product - mean) * torch.rsqrt(variance + 1e-5)) @ right).square().sum()
-
-    curves = {curve_name(rate): Curve(((1.0, 1e-12),)) for rate in Rate} | {"division": Curve(((1.0, 1e-10),))}
-    graph = captured(normalised, rates=Rates("cpu", 1e-6, curves)).graph
-    root = next(i for i, op in enumerate(graph.ops) if "rsqrt" in op.target)
-    assert traffic_of(graph).recompute_seconds[root] >= 2 * 128 * 64 * 1e-10
-    assert root in {graph.values[value].producer for value in Planner(graph).find().plan.saved}
 
 
 def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():

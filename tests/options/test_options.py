@@ -5,7 +5,7 @@ import pickle
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from fractions import Fraction
 
 import numpy
@@ -58,20 +58,6 @@ def test_memory_budget_is_normalised(given, expected):
     assert type(budget) is type(expected)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(0, 0), (5, 5), ("1GiB", 2**30), ("5 kb", 5000), (numpy.int32(9), 9)])
-def test_reserve_is_normalised(given, expected):
-    reserve = Options(auto_headroom=given).auto_headroom
-    assert reserve == expected
-    assert type(reserve) is int
-
-
-@pytest.mark.parametrize("value", [1, 0.1, numpy.float32(2), numpy.int64(3)])
-def test_time_limit_is_a_float(value):
-    time_limit = Options(time_limit=value).time_limit
-    assert time_limit == float(value)
-    assert type(time_limit) is float
-
-
 @pytest.mark.parametrize(
     ("options", "suggestion"),
     [
@@ -86,15 +72,6 @@ def test_a_wrong_number_names_the_value_that_may_be_meant(options, suggestion):
     (name,) = options
     with pytest.raises(OptionsError, match=rf"^{name}=.*{suggestion}"):
         parse(options) if name != "mode" else parse({}, **options)
-
-
-def test_options_are_frozen_hashable_and_picklable():
-    options = Options(memory_budget="6GiB", inductor=(("b", 1), ("a", 2)))
-    with pytest.raises(AttributeError):
-        options.memory_budget = 1
-    assert options == Options(memory_budget=6 * 2**30, inductor=(("a", 2), ("b", 1)))
-    assert hash(options) == hash(pickle.loads(pickle.dumps(options)))
-    assert pickle.loads(pickle.dumps(options)) == options
 
 
 def test_parse_separates_our_keys_from_inductors():
@@ -134,11 +111,6 @@ def test_precedence_of_the_budget(monkeypatch, options, configured, environment,
     assert parse(options).memory_budget == expected
 
 
-def test_a_bad_environment_is_not_read_when_it_does_not_count(monkeypatch):
-    monkeypatch.setenv(BUDGET, "lots")
-    assert parse({"memory_budget": 1}).memory_budget == 1
-
-
 @pytest.mark.parametrize(
     ("text", "expected"), [("6GiB", 6 * 2**30), ("1.0", 1.0), ("5e-1", 0.5), ("None", None), (" 123456 ", 123456)]
 )
@@ -174,22 +146,6 @@ def test_a_share_is_floored_and_within_the_baseline(baseline, share):
     assert budget <= Fraction(repr(share)) * baseline < budget + 1
 
 
-@pytest.mark.parametrize(
-    ("budget", "baseline", "free", "expected"),
-    [
-        (0.7, 10, None, 7), (0.5, 101, None, 50), (1.0, 2**60 + 1, None, 2**60 + 1), (123, 10, None, 123), (123, 10, 1, 123),
-        (None, 10, 1, None), ("auto", 10, 2**29 + 9, 9),
-    ],
-)  # fmt: skip
-def test_resolve_budget(budget, baseline, free, expected):
-    assert budget_with(Options(memory_budget=budget), baseline, free) == expected
-
-
-def test_auto_needs_a_cuda_device():
-    with pytest.raises(OptionsError, match="needs a CUDA device"):
-        budget_with(Options(memory_budget="auto"), 10, None)
-
-
 def test_auto_shows_both_numbers_when_nothing_is_left():
     with pytest.raises(OptionsError, match=r"7 bytes.*auto_headroom=2097152"):
         budget_with(Options(memory_budget="auto", auto_headroom="2MiB"), 10, 7)
@@ -223,13 +179,6 @@ def test_cache_key_is_sorted_json_and_survives_pickling(options):
 def test_different_requests_have_different_cache_keys(one, other):
     if request_with(one) != request_with(other):
         assert key_of(one) != key_of(other)
-
-
-@given(all_options, st.sampled_from(["time_limit", "compiler", "on_infeasible", "mode", "cost_model", "inductor"]), all_options)
-def test_each_option_is_part_of_the_request(one, name, other):
-    changed = replace(one, **{name: getattr(other, name)})
-    if getattr(one, name) != getattr(other, name):
-        assert request_with(one) != request_with(changed)
 
 
 def test_spelling_does_not_change_the_cache_key():

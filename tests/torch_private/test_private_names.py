@@ -6,14 +6,13 @@ import ast
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.variables.streams  # noqa: F401  # registers the ops of streams
-import torch.distributed as distributed
 import torch.distributed._functional_collectives  # noqa: F401  # registers the collectives
 import torch.distributed.tensor  # noqa: F401  # imported here, because its first use warns of other packages
 from layers import SOURCES
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.profiler import profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
@@ -107,7 +105,6 @@ def test_later_versions_come_in_on_request_and_earlier_ones_never_do(monkeypatch
         check_torch_version(NEWER)
 
 
-COLLECTIVES = torch.ops._c10d_functional
 UNCOMPILED = {"compiler": "aot_eager", "on_planning_error": "raise"}
 LEAST = {**UNCOMPILED, "memory_budget": 1, "on_infeasible": "best_effort"}
 ROWS, SIZE = 64, 32
@@ -184,65 +181,6 @@ def test_an_effect_that_is_ordered_to_run_again_runs_once_and_says_so():
         found = gradients(checkpointed, x, weight)
     assert ran == ["spoken"]
     assert all(map(same_bits, found, expected))
-
-
-@pytest.fixture
-def group() -> Iterator[str]:
-    """A group of this process alone."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield distributed.group.WORLD.group_name
-    distributed.destroy_process_group()
-
-
-def wait_for_each(tensors: list[Tensor]) -> list[Tensor]:
-    return [COLLECTIVES.wait_tensor(tensor) for tensor in tensors]
-
-
-def wait_for_all(tensors: list[Tensor]) -> list[Tensor]:
-    return COLLECTIVES.wait_tensors(tensors)
-
-
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 and 2.12, in any use of the profiler
-@pytest.mark.parametrize("wait", [wait_for_each, wait_for_all])
-def test_gathered_weights_are_gathered_as_often_as_planned(group, wait):
-    if wait is wait_for_all and not hasattr(COLLECTIVES, "wait_tensors"):
-        pytest.skip("this torch waits for one tensor at a time")
-
-    def gathering(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        shards = [torch.tanh(first), torch.tanh(second)]
-        a, b = wait(COLLECTIVES.all_gather_into_tensor_coalesced(shards, 1, group))
-        return torch.tanh(torch.tanh(x @ a.sin()) @ b)
-
-    inputs = [torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)]
-    expected = gradients(compile_(gathering, "aot_eager"), *inputs)
-    compiled = compile_(gathering, **LEAST)
-    gradients(compiled, *inputs)
-    with profile() as recorded:
-        found = gradients(compiled, *inputs)
-    gather, plan = "all_gather_into_tensor_coalesced", autoremat.reports()[-1].plan
-    planned = [plan.graph.ops[index].target for index in plan.schedule.sequence]
-    ran = [event.name for event in recorded.events()]
-    assert ran.count(f"_c10d_functional::{gather}") == planned.count(f"_c10d_functional.{gather}.default") > 0
-    assert all(map(same_bits, found, expected))
-    assert autoremat.reports()[-1].recomputed_ops
-
-
-def overwritten(x: Tensor, weight: Tensor) -> Tensor:
-    hidden = torch.tanh(torch.tanh(x)) @ weight
-    x.mul_(0.5)
-    return hidden * torch.tanh(hidden @ weight)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-def test_what_an_input_held_before_it_is_written_to_reaches_the_backward():
-    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
-    found = []
-    for compiled in (compile_(overwritten, "aot_eager"), compile_(overwritten, **LEAST)):
-        fresh = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
-        given = fresh[0].clone()
-        (compiled(given, fresh[1]).sum() + given.sum()).backward()
-        found.append([given.detach(), *(tensor.grad for tensor in fresh)])
-    assert all(map(same_bits, *found))
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.streams, "record_event"), reason="this torch records no events in graphs")
