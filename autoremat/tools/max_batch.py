@@ -208,5 +208,7 @@ def planning_sizes(
         except BudgetInfeasible as error:  # the backend would raise this error too
             known["is too large"] = min(size, known.get("is too large", size))
             return error
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(f"stopped while {size} was planned; known: {', '.join(told) or 'nothing'}") from stop
 
     return outcome_of

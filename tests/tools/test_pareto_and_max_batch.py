@@ -22,6 +22,7 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
+from autoremat.tools import max_batch
 from autoremat.tools.advice import seconds_of
 from autoremat.tools.explain import previews
 from autoremat.tools.max_batch import SizeSearch
@@ -164,6 +165,18 @@ def test_sizes_are_multiples_up_to_a_limit():
         fit = autoremat.max_batch(give, Mlp(), "1GiB", step=64, limit=200, options=EAGER)
         assert (fit.size, fit.next_size) == (192, None)
         assert "not allowed" in str(fit)
+
+
+def test_a_search_that_is_stopped_tells_what_it_knows(monkeypatch):
+    def stops(model, inputs, *rest):
+        if len(inputs[0]) > 1:
+            raise KeyboardInterrupt
+        return explain_by(model, inputs, *rest)
+
+    explain_by = max_batch.explain_by
+    monkeypatch.setattr(max_batch, "explain_by", stops)
+    with pytest.raises(KeyboardInterrupt, match="stopped while 2 was planned; known: 1 fits"):
+        autoremat.max_batch(lambda size: torch.randn(size, 64), Mlp(), "1GiB", options=EAGER)
 
 
 def test_what_cannot_be_searched_is_refused():
