@@ -25,7 +25,7 @@ from autoremat.ops import op_traits
 from autoremat.passes.insert_transfers import Loads
 from autoremat.planner.graph.op import COMMUNICATES, Role
 from autoremat.planner.memory.simulator import Timeline
-from autoremat.torch_private.inductor_lowering import MATERIALIZED
+from autoremat.torch_private.inductor_lowering import BUFFER
 
 RECOMPUTED = "autoremat_recompute_of"
 """Key of ``node.meta`` for the name of the forward node that a clone recomputes."""
@@ -133,7 +133,7 @@ class _Inserter:
                 node.args, node.kwargs = fx.map_arg(node.args, self.resolve), fx.map_arg(node.kwargs, self.resolve)
                 self.cursor = next(pending)
             if any((value, position) in materialized for value in capture.graph.ops[index].outputs):
-                node.meta[MATERIALIZED] = True
+                node.meta[BUFFER] = True
         outputs: Any = output.args[0]
         kept = capture.num_fwd_outputs
         redirected = fx.map_arg(list(outputs[kept:]), self.resolve)

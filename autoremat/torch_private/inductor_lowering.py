@@ -91,7 +91,7 @@ OP = "autoremat_op"
 """Key of ``node.meta`` for the planner's op that a node is. Clones of the node and Inductor's graph keep it."""
 
 
-MATERIALIZED = "autoremat_materialized"
+BUFFER = "autoremat_buffer"
 """Key of ``node.meta``: true for a result of the backward that the plan counts as a buffer from there on."""
 
 
@@ -274,7 +274,7 @@ def sequenced(memory_first: Callable[[], bool], pins_forward: Callable[[], bool]
 
     def run_and_realize(run: Method, lowering: Any, node: fx.Node) -> Any:
         result = run(lowering, node)
-        if memory_first() and MATERIALIZED in node.meta:
+        if memory_first() and BUFFER in node.meta:
             for tensor in torch.utils._pytree.tree_leaves(result):
                 if isinstance(tensor, ir.TensorBox):
                     tensor.realize()
