@@ -213,6 +213,7 @@ def lower(
         with (
             inductor_lowering.sequenced(lambda: partitioning.facts.memory_first, lambda: partitioning.facts.pins_forward),
             inductor_lowering.kernels_corrected(patches),
+            inductor_lowering.types_listed_once(),
             layouts.laid_out_as_planned((ops.copy_to_host, ops.wait_for_copy_to_host)),
             inductor_lowering.observe_lowering(lambda: partitioning.facts.replay_context, observe),
             answers,
