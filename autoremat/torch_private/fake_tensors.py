@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -149,7 +150,7 @@ def partition_for(
 
 def copied_module(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a module with a :func:`shallow_copy` of the graph, and with the same attributes and metadata."""
-    copied = fx.GraphModule(module, shallow_copy(module.graph))
+    copied = _make_graph_module(module, shallow_copy(module.graph))  # while Inductor compiles, its Python is written if it runs
     copied.meta = dict(module.meta)
     return copied
 
