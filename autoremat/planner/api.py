@@ -15,6 +15,7 @@ from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner, PlanningResult, result_of
 from autoremat.planner.search.starts import Starts, without_recomputation
+from autoremat.planner.search.work_limit import WorkLimit
 from autoremat.planner.settings import settings
 
 Solver = Callable[[Graph, int | None, float, int], PlanningResult]
@@ -39,10 +40,16 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
     return interval_model.improve(graph, budget, found, good_gap, begun + time_limit)
 
 
+def _by_cuts(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
+    """Returns the result of the minimum cuts alone."""
+    starts = Starts(graph, WorkLimit(time_limit))
+    return result_of(starts.save_everything(), budget, starts.limit).with_plans(starts.plans, budget, starts.lacks_cuts)
+
+
 SOLVERS: dict[str, Solver] = {
     "auto": _by_all_means,
     "ilp": _by_integer_program,
-    "min_cut": lambda graph, budget, time_limit, seed: Planner(graph, time_limit, moves=False).find(Limits(budget)),
+    "min_cut": _by_cuts,
 }
 """Solvers by name.
 

@@ -63,14 +63,6 @@ class Program:
     upper: Vector
 
 
-@dataclass(frozen=True)
-class Solution:
-    """Solution of a program. ``optimal`` is False if the limit on time or work ended the search."""
-
-    values: Vector
-    optimal: bool
-
-
 def _loaded(program: Program) -> model_builder_helper.ModelBuilderHelper:
     builder = model_builder_helper.ModelBuilderHelper()
     # The type stub of this method swaps the two parameters of ndarray.
@@ -79,8 +71,8 @@ def _loaded(program: Program) -> model_builder_helper.ModelBuilderHelper:
     return builder
 
 
-def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: float = 0.0) -> Solution | None:
-    """Returns a solution of ``program``, whose first ``integers`` variables are integers; None if none is found.
+def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: float = 0.0) -> Vector | None:
+    """Returns the values of a solution of ``program``, whose first ``integers`` variables are integers; None if none is found.
 
     ``nodes`` bounds the work (0: no limit). The same program with the same limit gives the same solution, unless ``seconds``
     interrupts the solver. ``gap`` is the relative gap at which a solution counts as optimal.
@@ -97,8 +89,4 @@ def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: 
         settings.append(f"mip_max_nodes={nodes}")
     solver.set_solver_specific_parameters("\n".join(settings))
     solver.solve(builder)
-    if not solver.has_solution():
-        return None
-    optimal = solver.status() == model_builder_helper.SolveStatus.OPTIMAL
-    values = np.array(solver.variable_values(), dtype=np.float64)
-    return Solution(values, optimal)
+    return np.array(solver.variable_values(), dtype=np.float64) if solver.has_solution() else None

@@ -17,14 +17,13 @@ from autoremat.basics.warn import warn_user
 from autoremat.compiler.joint_graph import PricedGraph, warn_of_unused_forms
 from autoremat.compiler.lowering import visited
 from autoremat.compiler.planning import plan_graph
-from autoremat.compiler.problem import Problem
 from autoremat.compiler.reference import find_reference
 from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
 from autoremat.tools.advice import advise
 from autoremat.tools.trace import CapturedVisitor, Target, dry_runs, trace
-from autoremat.torch_private import compilers, fake_tensors
+from autoremat.torch_private import compilers
 
 T = TypeVar("T")
 
@@ -139,16 +138,7 @@ def previews(
 
     def visiting(target: Target, resident_bytes: int) -> CapturedVisitor[T | None]:
         def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T | None]:
-            request = target.request(options, module, inputs, resident_bytes)
-            problem = Problem(
-                request,
-                module,
-                fake_tensors.own_inputs(inputs),
-                {**compilers.asked_config(options), **fake_tensors.RUNS_NOTHING},
-                target.cuda_name,
-                lowers=target.cuda_name is None,
-                may_repeat_collectives=True,
-            )
+            problem = replace(target.problem(options, module, inputs, resident_bytes), lowers=target.cuda_name is None)
             with target.tracing():
                 find_reference(problem)
             now("tracing forward and backward")

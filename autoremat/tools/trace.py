@@ -37,7 +37,6 @@ from autoremat.options.options import OWN_KEYS, Options
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet, device_memory, known_cards
 from autoremat.report.report import Report
 from autoremat.request.budgets import refuse_step_profiles, request_of
-from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.tools.cuda_kernels import attention_on_cuda, use_kernels_of_cuda, write_casts
 from autoremat.torch_private import compilers, fake_tensors, frames, inductor_lowering, named_card
@@ -79,18 +78,20 @@ class Target:
         """CUDA compute capability of a card by name; that of a middling one for an unknown card."""
         return (datasheet(self.cuda_name or "") or UNKNOWN_GPU).capability
 
-    def request(self, options: Options, module: fx.GraphModule, inputs: Sequence[Any], resident_bytes: int) -> Request:
-        """Returns the request of a graph that is planned for this device, beside ``resident_bytes`` of tensors.
+    def problem(self, options: Options, module: fx.GraphModule, inputs: Sequence[Any], resident_bytes: int) -> Problem:
+        """Returns the problem of a graph that is planned for this device, beside ``resident_bytes`` of tensors.
 
         A card by name has the rates of its data sheet.
         """
-        device = device_of_inputs(module, inputs)
-        if self.cuda_name is None:
-            return request_of(options, Surroundings(device, module, inputs, runs_here=False))
-        memory = device_memory(self.cuda_name)
-        free = None if memory is None else max(0, memory - resident_bytes)
-        around = Surroundings(device, module, inputs, free_bytes_of=lambda device: free, is_card=True, runs_here=False)
-        return request_of(replace(options, cost_model=ROOFLINE), around)
+        around = Surroundings(device_of_inputs(module, inputs), module, inputs, runs_here=False)
+        if self.cuda_name is not None:
+            memory = device_memory(self.cuda_name)
+            free = None if memory is None else max(0, memory - resident_bytes)
+            around = replace(around, free_bytes_of=lambda device: free, is_card=True)
+            options = replace(options, cost_model=ROOFLINE)
+        patches = {**compilers.asked_config(options), **fake_tensors.RUNS_NOTHING}
+        own = fake_tensors.own_inputs(inputs)
+        return Problem(request_of(options, around), module, own, patches, self.cuda_name, may_repeat_collectives=True)
 
 
 def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]) -> Target:
@@ -349,23 +350,20 @@ def dry_runs(
     a step profile.
     """
     refuse_step_profiles(options)
-    asked = compilers.asked_config(options)
 
     def visiting(target: Target, resident_bytes: int) -> CapturedVisitor[Report | None]:
         _refuse_without_code(options, target)
 
         def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Report | None]:
-            inputs = fake_tensors.own_inputs(inputs)
-            request = replace(target.request(options, module, inputs, resident_bytes), on_planning_error="raise")
-            patches = {**asked, **fake_tensors.RUNS_NOTHING}
-            on_card = target.as_on_card(module)
-            problem = Problem(request, on_card, inputs, patches, target.cuda_name, may_repeat_collectives=True)
+            problem = target.problem(options, module, inputs, resident_bytes)
+            request = replace(problem.request, on_planning_error="raise")
+            problem = replace(problem, request=request, module=target.as_on_card(module))
             with target.tracing(), inductor_lowering.without_kernels():
                 return [compile_graph(problem).report]
 
         return visit
 
     found, notes = trace(model_or_fn, args, kwargs, device, visiting)
-    if left_out := [key for key in fake_tensors.RUNS_NOTHING if asked.get(key)]:
+    if left_out := [key for key in fake_tensors.RUNS_NOTHING if compilers.asked_config(options).get(key)]:
         notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
     return found, notes

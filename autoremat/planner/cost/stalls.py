@@ -40,8 +40,6 @@ class Stalls:
 
     waits: tuple[float, ...]
     """For each execution, the seconds that the compute stream waits before and after it, or transfers itself."""
-    busy_seconds: Mapping[Engine, float]
-    """For each engine, the seconds of its transfers."""
     times: Mapping[Engine, Sequence[tuple[float, float]]]
     """For each engine, when its transfers begin and end."""
 
@@ -67,10 +65,10 @@ def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDA
     Engines run at ``speed`` times the planned rate; the compute stream keeps its own. Callers that judge many stays give the
     ``seconds`` of the executions, because :func:`durations` does not depend on stays.
     """
-    waits, busy = [0.0] * len(schedule.sequence), dict.fromkeys(Engine, 0.0)
+    waits = [0.0] * len(schedule.sequence)
     times: dict[Engine, list[tuple[float, float]]] = {engine: [] for engine in Engine}
     if not schedule.stays:
-        return Stalls(tuple(waits), busy, times)
+        return Stalls(tuple(waits), times)
     lasting = durations(graph, schedule) if seconds is None else seconds
     begins = np.concatenate([[0.0], np.cumsum(lasting)]).tolist()
     idle_from, ends, waited = dict.fromkeys(Engine, 0.0), dict[tuple[int, int], float](), 0.0
@@ -83,14 +81,13 @@ def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDA
             transfer = forms[value].load if event == LOAD else forms[value].store
             is_compute = transfer.engine is Engine.COMPUTE
             lasts = transfer.seconds if is_compute else transfer.seconds / speed
-            busy[transfer.engine] += lasts
             wait = lasts if is_compute else 0.0
             begun = max(now, idle_from[transfer.engine])
             idle_from[transfer.engine] = ends[value, event + 1] = begun + lasts
             times[transfer.engine].append((begun, begun + lasts))
         waits[position] += wait
         waited += wait
-    return Stalls(tuple(waits), busy, times)
+    return Stalls(tuple(waits), times)
 
 
 def _events(stay: Stay) -> tuple[tuple[int, int, int, int], ...]:

@@ -266,7 +266,7 @@ def improve(
             interrupted = interrupted or deadline <= time.monotonic()
             if solution is None:
                 break
-            chosen = np.round(solution.values[: model.columns])
+            chosen = np.round(solution[: model.columns])
             plan = Plan.of(graph, model.schedule(chosen), "integer program")
             if any(plan.schedule == other.schedule for other in plans):
                 break

@@ -134,7 +134,7 @@ class JointProgram:
             return None
         shares = np.zeros(len(self.graph.values))
         for value in self.values:
-            shares[value] = found.values[[self.kept[value], *self.stored_of.get(value, ())]].sum()
+            shares[value] = found[[self.kept[value], *self.stored_of.get(value, ())]].sum()
         return shares
 
     def program(self, budget: int, plan: Plan) -> Program:

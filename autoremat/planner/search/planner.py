@@ -13,7 +13,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.local_search import LocalSearch
-from autoremat.planner.search.lower_bounds import LowerBounds, lower_bound
+from autoremat.planner.search.lower_bounds import LowerBounds
 from autoremat.planner.search.placement import MANY, relieving
 from autoremat.planner.search.starts import Starts, without_recomputation
 from autoremat.planner.search.stays_search import StaysSearch, lowest_with_stays
@@ -41,8 +41,6 @@ class Planner:
     graph: Graph
     time_limit: float = 10.0
     """Limit in seconds, of which follows the work of the search (:mod:`autoremat.planner.search.work_limit`)."""
-    moves: bool = True
-    """False for the minimum cuts alone, without the local search."""
     given: tuple[Plan, ...] = ()
     """Plans from outside the search, such as a policy's."""
     limits: Limits = UNLIMITED
@@ -109,8 +107,6 @@ class Planner:
     def _lowered(self, quick: bool) -> Plan:
         """Returns the plan of the least peak found, without recomputation that this peak does not demand."""
         lowest = min(self.plans, key=_by_peak)
-        if not self.moves:
-            return lowest
         share = settings.quick_share if quick else settings.least_peak_share
         with _without_garbage_collection(), self.limit.beside(share) as limit:
             search, bound = LocalSearch(self.graph, limit, settings.least_peak_share), self.bounds.within().peak_bytes
@@ -163,7 +159,7 @@ class Planner:
                 best = self._cheapest(budget)
             if best is not None:
                 self.check(best)
-        is_searched = best is None and limits.share is None and self.moves
+        is_searched = best is None and limits.share is None
         known = (*self.plans, *self.found) if self.limit.interrupted else (self._smallest, *self.plans, *self.found)
         smallest = self._lowest if is_searched else min(known, key=_by_peak)
         seconds = self._least_seconds(budget)
@@ -177,7 +173,7 @@ class Planner:
         graph, limit, share = self.graph, self.limit, settings.plans_share
         known = [plan for plan in (*self.plans, *self.found) if plan.peak_bytes <= budget]
         best = min(known, key=_by_cost, default=None)
-        if not self.moves or (best is not None and best.cost_seconds <= self.least_cost):
+        if best is not None and best.cost_seconds <= self.least_cost:
             return best
         enough = max(self._least_seconds(budget), self.least_cost) + settings.good_gap * self.graph.step_seconds
         if enough == math.inf:
@@ -219,7 +215,7 @@ class Planner:
         """
         known = [plan for plan in (*self.plans, self._unlimited) if plan is not None and plan.predicted_seconds <= seconds]
         best = min(known, key=_by_peak, default=None)
-        if best is not None and self.moves:
+        if best is not None:
             with _without_garbage_collection():
                 best = self._descended(best, seconds)
             self.check(best)
@@ -252,8 +248,6 @@ class Planner:
 
     @cached_property
     def _front(self) -> list[Plan]:
-        if not self.moves:
-            return self.plans
         graph, least, whole = self.graph, self._smallest.peak_bytes, self.starts.save_what_constraints_allow()
         steps = range(settings.levels - 1, -1, -1)  # the plans of a level are starts of the next lower one
         levels = [int(least * (whole.peak_bytes / least) ** (step / settings.levels)) for step in steps if least]
@@ -366,8 +360,8 @@ class PlanningResult:
         return replace(self, plan=best, smallest=smallest, interrupted=self.interrupted or interrupted)
 
 
-def result_of(plan: Plan, budget: int | None) -> PlanningResult:
+def result_of(plan: Plan, budget: int | None, limit: WorkLimit | None = None) -> PlanningResult:
     """Returns the result of a search that has found ``plan`` alone, with the lower bounds of its graph."""
-    bound = lower_bound(plan.graph, Limits(budget))
+    bound = LowerBounds(plan.graph, limit).within(Limits(budget))
     found = PlanningResult(None, without_recomputation(plan.graph), plan, bound.peak_bytes, bound.seconds, False)
     return found.with_plans([plan], budget, False)

@@ -160,7 +160,7 @@ def solved(model: IntervalModel, budget: float) -> np.ndarray:
     program = interval_model._program(model, np.full(len(model.graph.ops), budget), 1e3)
     solution = solve(program, model.columns, seconds=60.0)
     assert solution is not None
-    return np.round(solution.values[: model.columns])
+    return np.round(solution[: model.columns])
 
 
 any_graph = st.one_of(dags(), graphs(max_ops=20, fuses=False, max_outputs=1))
