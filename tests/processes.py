@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -107,6 +108,20 @@ def values(results: Sequence[RankResult]) -> list[Any]:
     failed = [f"rank {rank}: {one.error}\n{one.output}" for rank, one in enumerate(results) if one.error is not None]
     assert not failed, "\n".join(failed)
     return [one.value for one in results]
+
+
+@contextlib.contextmanager
+def group_of(ranks: int = 1, rank: int = 0) -> Iterator[None]:
+    """A group of this process: alone by gloo, or with ``ranks`` of which the others do not exist and nothing is sent."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    backend, store = ("gloo", distributed.HashStore()) if ranks == 1 else ("fake", FakeStore())
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def _result(folder: Path, rank: int, code: int, on_time: bool, timeout: float) -> RankResult:

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from oracles import same_bits
-from processes import run_ranks, values
+from processes import group_of, run_ranks, values
 from sharded_models import Sharded
 from torch import Tensor
 from torch.profiler import profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
@@ -139,14 +138,9 @@ pytestmark = IGNORED_WARNINGS
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A group of as many ranks as the parameter says: of gloo for one, else without the others."""
-    ranks: int = request.param
-    if ranks == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    yield ranks
-    dist.destroy_process_group()
+    """A group of as many ranks as the parameter says."""
+    with group_of(request.param):
+        yield request.param
 
 
 def in_world(*ranks: int) -> pytest.MarkDecorator:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from processes import group_of
 from torch import Tensor, fx
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from autoremat.capture.communication import fingerprint, may_communicate, replicated_nodes
@@ -25,9 +25,8 @@ X = torch.ones(4, 6)
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with group_of(2, rank=1):
+        yield
 
 
 def reduced(x: Tensor, group: Any = None) -> Tensor:

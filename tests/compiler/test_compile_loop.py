@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,9 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 import torch.distributed as dist
+from processes import group_of
 from requests_of_options import request_with
 from torch import Tensor, fx, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
 from autoremat.basics.errors import OptionsError
@@ -163,10 +162,9 @@ def key(inputs: tuple[Any, ...] = (torch.ones(4),), **fields: Any) -> str:
 def test_shards_depend_on_the_place_of_a_rank_in_its_groups():
     found = {}
     for ranks in ([0, 1], [1, 2]):
-        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-        assert dist.new_group(ranks).group_name == "1"
-        found[ranks[0]] = key(), key(store=("device", "shards"))
-        dist.destroy_process_group()
+        with group_of(4, rank=1):
+            assert dist.new_group(ranks).group_name == "1"
+            found[ranks[0]] = key(), key(store=("device", "shards"))
     assert found[0][0] == found[1][0]
     assert found[0][1] != found[1][1]
 
@@ -192,11 +190,20 @@ def test_the_key_has_the_bytes_that_auto_stands_for(card):
         request_of(options, Surroundings(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("library", ["mkldnn", "cudnn"])
-def test_the_key_changes_with_libraries_that_are_switched_off(library, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [
+        (torch.backends, "mkldnn", Mock(enabled=False)),
+        (torch.backends, "cudnn", Mock(enabled=False)),
+        (records, "device_name", lambda device: "cpu of another make"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "of another kind"),
+        (compilers, "packs_operands", lambda dtype: None),
+    ],
+)
+def test_the_key_changes_with_the_processor_and_its_libraries(owner, name, other, monkeypatch):
     before = key()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.backends, library, Mock(enabled=False))
+        patch.setattr(owner, name, other)
         assert key() != before
     assert key() == before
 
@@ -206,20 +213,6 @@ def test_the_key_changes_with_the_kernels_that_attention_may_take():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert key() != before
     assert key() == before
-
-
-def test_the_key_changes_with_the_processor(monkeypatch):
-    keys = [key()]
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "device_name", lambda device: "cpu of another make")
-        keys.append(key())
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")
-        keys.append(key())
-    with monkeypatch.context() as patch:
-        patch.setattr(compilers, "packs_operands", lambda dtype: None)
-        keys.append(key())
-    assert not any(one == other for one, other in itertools.combinations(keys, 2))
 
 
 class Placed(torch.Tensor):

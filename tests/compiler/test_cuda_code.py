@@ -152,14 +152,9 @@ def test_settings_without_a_rule_are_noted(monkeypatch):
     assert not replay_context.note_on_settings("cpu")
 
 
-def test_the_settings_are_those_of_the_environment(monkeypatch):
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert allocator.settings_of_process() == "max_split_size_mb:64"
-
-
 @pytest.mark.skipif(MINOR < 12, reason="this torch does not tell the settings")
-def test_settings_of_the_process_come_first(monkeypatch):
+@pytest.mark.parametrize("own", ["", "expandable_segments:True"])
+def test_settings_of_the_process_come_before_those_of_the_environment(monkeypatch, own):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "expandable_segments:True", raising=False)
-    assert allocator.settings_of_process() == "expandable_segments:True"
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: own, raising=False)
+    assert allocator.settings_of_process() == (own or "max_split_size_mb:64")

@@ -62,6 +62,10 @@ def by_hand(logits: Tensor, labels: Tensor) -> Tensor:
     return -scores.gather(-1, labels[..., None]).squeeze(-1).mean()
 
 
+def with_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(logits, labels) + 0 * (logits.argmax(-1) == labels).float().mean()
+
+
 LOSSES: dict[str, Loss] = {
     "mean": flat, "sum": lambda logits, labels: flat(logits, labels, reduction="sum") / 100,
     "weighted": lambda logits, labels: flat(logits, labels, weight=torch.linspace(0.5, 2.0, WORDS).to(logits.dtype)),
@@ -69,7 +73,7 @@ LOSSES: dict[str, Loss] = {
     "shifted": shifted_as_transformers_does, "sliced": sliced,
     "sliced_twice": lambda logits, labels: F.cross_entropy(logits[1:, 3:].flatten(0, 1), labels[1:, 3:].flatten()),
     "cropped": lambda logits, labels: F.cross_entropy(logits[..., : WORDS - 20].flatten(0, 1), labels.flatten() % 300),
-    "capped": capped, "with_penalty": with_penalty, "masked": masked, "by_hand": by_hand,
+    "capped": capped, "with_penalty": with_penalty, "masked": masked, "by_hand": by_hand, "with_accuracy": with_accuracy,
 }  # fmt: skip
 
 
@@ -119,7 +123,7 @@ def test_draws_behind_the_logits_keep_their_sequence():
     assert_close(*results)
 
 
-QUICK = {"mean", "shifted", "sliced", "capped", "masked", "by_hand"}
+QUICK = {"mean", "shifted", "sliced", "capped", "masked", "by_hand", "with_accuracy"}
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES])
@@ -234,20 +238,6 @@ class Returning(Model):
     def forward(self, tokens: Tensor) -> Any:
         logits = self.head(self.hidden(tokens))
         return {"loss": self.loss(logits, tokens), "logits": logits}
-
-
-class WithAccuracy(Model):
-    def forward(self, tokens: Tensor) -> Any:
-        logits = self.head(self.hidden(tokens))
-        return self.loss(logits, tokens) + 0 * (logits.argmax(-1) == tokens).float().mean()
-
-
-def test_guesses_are_made_in_parts():
-    model, tokens = WithAccuracy(flat), tokens_of()
-    wanted, _ = train(model, tokens, chunk_loss=False)
-    found, report = train(model, tokens, chunk_loss=4)
-    assert report.loss_chunks == 4
-    assert_close(found, wanted)
 
 
 def test_logits_that_are_returned_cannot_be_had_in_parts():

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from block_models import FeedForward
-from processes import run_ranks, values
+from processes import group_of, run_ranks, values
 from torch import distributed, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning, OptionsError
@@ -127,9 +126,8 @@ STAGES = 4
 @pytest.fixture
 def pipeline_group() -> Iterator[None]:
     """A group of four ranks whose communication does nothing; this process is rank 1."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=STAGES)
-    yield
-    distributed.destroy_process_group()
+    with group_of(STAGES, rank=1):
+        yield
 
 
 def stage(index: int, num_stages: int = STAGES) -> pipelining.PipelineStage:

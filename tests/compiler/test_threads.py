@@ -232,16 +232,6 @@ def all_same(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(same_bits, some, others))
 
 
-def test_budgets_of_one_process_do_not_mix():
-    before = len(autoremat.reports())
-    shares = (0.75, 1.0, 0.85)
-    found = [gradients(compile_(model(), share)) for share in shares]
-    reports = autoremat.reports()[before:]
-    assert [r.budget_bytes for r in reports] == [int(share * reports[0].baseline_peak_bytes) for share in shares]
-    assert all(r.fits for r in reports)
-    assert all(all_same(one, found[0]) for one in found)
-
-
 @pytest.mark.slow
 def test_threads_that_compile_together_keep_their_own_budgets():
     expected = gradients(compile_(model(), 1.0))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from measured_optimizers import OPTIMIZERS, Model, bytes_of, row, state_bytes
+from processes import group_of
 from requests_of_options import request_with
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,12 +48,9 @@ def test_gradients_that_hooks_free_have_no_row():
 
 @pytest.mark.parametrize("views", [False, True])
 def test_the_buckets_of_data_parallelism_count(views):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of():
         model = DistributedDataParallel(Model(1), gradient_as_bucket_view=views)
         budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()), accumulate=2)
-    finally:
-        torch.distributed.destroy_process_group()
     gradients = bytes_of(model.parameters())
     assert row(budget, "buckets of DistributedDataParallel").bytes == gradients
     assert ("gradients" in {one.name for one in budget.rows}) is not views
@@ -61,9 +59,7 @@ def test_the_buckets_of_data_parallelism_count(views):
 def test_a_sharded_model_counts_its_shard_and_what_is_gathered():
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("fake", store=torch.testing._internal.distributed.fake_pg.FakeStore(), rank=0,
-                                         world_size=2)  # fmt: skip
-    try:
+    with group_of(2):
         model = Model(2)
         whole, block = bytes_of(model.parameters()), bytes_of(model.blocks[0].parameters())
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -71,8 +67,6 @@ def test_a_sharded_model_counts_its_shard_and_what_is_gathered():
             fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
         budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()))
-    finally:
-        torch.distributed.destroy_process_group()
     assert row(budget, "parameters").bytes == whole // 2
     assert row(budget, "optimizer state after the first step").bytes == pytest.approx(whole, rel=0.01)
     root = whole - 2 * block
@@ -227,8 +221,7 @@ def test_a_step_profile_takes_a_device_budget():
 
 
 def test_the_peak_of_buckets_that_share_a_budget_is_that_of_the_step():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of():
         model = DistributedDataParallel(Model(3, 128), bucket_cap_mb=1, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         budget = autoremat.device_budget("32MiB", model, optimizer, accumulate=2)
@@ -242,8 +235,6 @@ def test_the_peak_of_buckets_that_share_a_budget_is_that_of_the_step():
                     (compiled(TOKENS.clone()) / 2).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-    finally:
-        torch.distributed.destroy_process_group()
     ledger = autoremat.reports()[-1].device_ledger
     assert ledger.step_peak_bytes > 0
     held = sum(row(ledger, name).bytes for name in ("parameters", "buffers", "buckets of DistributedDataParallel"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from measured_optimizers import OPTIMIZERS, Model, Sorting, bytes_of, measured_updates, row, state_bytes
+from processes import group_of
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -79,9 +80,7 @@ def test_a_prediction_changes_nothing_of_the_optimizer():
 
 def test_a_sharded_optimizer_has_the_state_of_its_rank_and_is_not_stepped():
     model = Model(2)
-    store = torch.testing._internal.distributed.fake_pg.FakeStore()
-    torch.distributed.init_process_group("fake", store=store, rank=1, world_size=2)
-    try:
+    with group_of(2, rank=1):
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -91,8 +90,6 @@ def test_a_sharded_optimizer_has_the_state_of_its_rank_and_is_not_stepped():
         assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
         assert not optimizer.optim.state
         optimizer.step()
-    finally:
-        torch.distributed.destroy_process_group()
     assert 0 < predicted.state_bytes == state_bytes(optimizer.optim) < 1.5 * bytes_of(model.parameters())
     assert beside_its_shard.state_bytes == predicted.state_bytes
 
@@ -100,15 +97,12 @@ def test_a_sharded_optimizer_has_the_state_of_its_rank_and_is_not_stepped():
 def test_local_sgd_counts_the_copy_that_replicas_average_and_averages_nothing():
     model = Model(2)
     copied = bytes_of(model.parameters())
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of():
         averager = PeriodicModelAverager(period=2, warmup_steps=1)
         optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
         predicted = optimizer_memory([optimizer], "cpu")
         assert averager.step == 0
         alone, averaged = measured_updates(optimizer, model)
-    finally:
-        torch.distributed.destroy_process_group()
     assert predicted.later_step_bytes == pytest.approx(averaged, rel=0.01)
     assert averaged >= copied > alone
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracles import same_bits
+from processes import group_of
 from torch import Tensor
 from torch.profiler import profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -35,9 +36,8 @@ NAMESPACE = "_c10d_functional"
 
 @pytest.fixture(autouse=True, scope="module")
 def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of():
+        yield
 
 
 def _collectives() -> dict[str, Gather]:

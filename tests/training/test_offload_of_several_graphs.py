@@ -13,6 +13,7 @@ import torch
 from block_models import ROWS, WIDTH, Broken, Layered, gradients
 from offload_cells import BUDGETS, MODELS, STORES, Cells
 from oracles import differences, same_bits, train_step
+from processes import group_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,8 +90,7 @@ def test_buckets_share_the_host():
                 x = x + torch.tanh(down(hidden * torch.sigmoid(torch.exp(-hidden * hidden))))
             return x.square().mean()
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of():
         sizes = [(256, 1024), (1024, 256)] * 3
         model, inputs, host = Layers(nn.Linear(*size) for size in sizes), torch.randn(512, 256), 16 * 2**20
         wrapped = DistributedDataParallel(model, bucket_cap_mb=4, gradient_as_bucket_view=True)
@@ -105,8 +105,6 @@ def test_buckets_share_the_host():
         (shared,) = {report.notes[0].partition("budget of ")[2].partition(",")[0] for report in reports}
         budget = int(float(shared.removesuffix(" MiB")) * 2**20)
         check(wrapped, step, inputs, budget + 2**14, host, sum(report.host_peak_bytes for report in reports))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_calls_in_flight_share_the_host():

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from captured import planned
 from models import build
 from oracles import measured_step
+from processes import group_of
 from sharded_models import TOKENS, tensor_parallel_decoder
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
@@ -153,15 +152,12 @@ def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget
 def test_distributed_saved_activations_keep_a_part_of_each_layers_input_on_each_rank(monkeypatch):
     monkeypatch.setattr(forms, "settings", Settings(least_form_bytes=1024))
     options = {"compiler": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort", "interconnect_bandwidth": 1e12}
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    try:
+    with group_of(8, rank=3):
         decoder, tokens = tensor_parallel_decoder(layers=4, width=64), torch.randint(TOKENS, (8, 128))
         found = [
             autoremat.explain(decoder, tokens, options=options | {"store": store, "policy": "full"})
             for store in (("device",), ("device", "shards"))
         ]
-    finally:
-        dist.destroy_process_group()
     whole, parts = found
     inputs = [value for value in parts.values if value.decision is Decision.SHARDED]
     assert {value.op for value in inputs} <= {"_c10d_functional.all_reduce.default", "aten.mul.Tensor", "aten.add.Tensor"}

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from folders import ROOT
 from oracles import same_bits
-from processes import ONE_THREAD, run_ranks, values
+from processes import ONE_THREAD, group_of, run_ranks, values
 from sharded_models import TOKENS, Decoder, tensor_parallel_decoder
 from torch import Tensor
 from torch.profiler import profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
 from autoremat import OptionWarning
@@ -59,9 +58,8 @@ SMALL = Settings(least_form_bytes=1024)
 def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
     """The share of one of four ranks, the others of which do not exist."""
     monkeypatch.setattr(forms, "settings", SMALL)
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
-    yield tensor_parallel_decoder(LAYERS, WIDTH)
-    dist.destroy_process_group()
+    with group_of(RANKS, rank=1):
+        yield tensor_parallel_decoder(LAYERS, WIDTH)
 
 
 def tokens() -> Tensor:
