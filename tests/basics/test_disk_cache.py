@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Union
 
-import platformdirs
 import pytest
 from reports import report_for
 
@@ -35,15 +34,6 @@ def test_a_record_comes_back_as_it_was(folder):
     assert records.load_record("key") == record
     assert records.load_record("nothing") is None
     assert [path.name for path in folder.iterdir()] == ["key.json"]
-
-
-def test_spaces_around_variables_are_no_part_of_them(folder, monkeypatch):
-    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", f" {folder.parent}\n")
-    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", " 2GiB ")
-    assert disk_cache.folder() == folder
-    assert disk_cache.size_limit() == 2 << 30
-    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", " ")
-    assert disk_cache.size_limit() == disk_cache.DEFAULT_SIZE
 
 
 @pytest.mark.parametrize(
@@ -160,15 +150,6 @@ def test_a_lock_is_held_by_one_thread_at_a_time(folder):
 def test_nobody_waits_for_a_lock_longer_than_told(folder):
     with disk_cache.locked("rates", "key", 0) as first, disk_cache.locked("rates", "key", 0.1) as second:
         assert (first, second) == (True, False)
-
-
-def test_the_default_folder_is_the_users_cache(monkeypatch):
-    for value in (None, ""):
-        if value is None:
-            monkeypatch.delenv("AUTOREMAT_CACHE_DIR", raising=False)
-        else:
-            monkeypatch.setenv("AUTOREMAT_CACHE_DIR", value)
-        assert disk_cache.folder() == platformdirs.user_cache_path("autoremat") / "reports"
 
 
 @dataclass(frozen=True)

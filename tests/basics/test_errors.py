@@ -81,20 +81,6 @@ def test_what_binds_the_minimum_is_named():
     assert str(errors.BudgetInfeasible(**error.figures() | {"occupants": error.occupants})) == str(error)
 
 
-def test_occupants_are_kept_largest_first_and_ten_are_shown():
-    many = [errors.Occupant(f"value_{i:02}", 1024 * i, "block", "model.py:1") for i in range(1, 13)]
-    error = infeasible(occupants=iter(many))
-    assert [occupant.bytes for occupant in error.occupants] == [1024 * i for i in range(12, 0, -1)]
-    assert "value_03" in str(error)
-    assert "value_02" not in str(error)
-
-
-def test_unsupported_torch_names_the_found_and_the_supported():
-    text = str(errors.UnsupportedTorchError("2.9.1+cu128"))
-    assert "found torch 2.9.1+cu128" in text
-    assert f"torch>=2.{errors.SUPPORTED_MINORS[0]},<2.{errors.SUPPORTED_MINORS.stop}" in text
-
-
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AutorematError)]
 WITH_FIGURES = (errors.BudgetInfeasible, errors.DeviceTooSmall)
 ALL_ERRORS = [

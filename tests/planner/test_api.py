@@ -7,7 +7,6 @@ import json
 import math
 
 import pytest
-from folders import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
@@ -191,10 +190,3 @@ def test_a_search_out_of_time_says_so_and_still_answers(single_phase):
     found.check()
     assert found.interrupted
     assert found.status in (Status.TIME_LIMIT, Status.INFEASIBLE)
-
-
-def test_the_example_in_the_documentation_does_what_it_says(capsys):
-    text = (ROOT / "docs" / "any-graph.md").read_text()
-    code = text.split("```python")[1].split("```")[0]
-    exec(code, {})
-    assert capsys.readouterr().out.splitlines()[0] == code.split(':.1%}")  # ')[1].splitlines()[0]

@@ -12,12 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
-from reports import LENGTH, SIZE, network, report_for
+from reports import LENGTH, SIZE, report_for
 from strategies import GraphBuilder, graphs
 
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Constraint, Role
-from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.planner import Planner
 from autoremat.report import plots, registry, text_tables
 from autoremat.report.decisions import Decision
@@ -29,23 +28,6 @@ from autoremat.report.report import Report
 @pytest.fixture
 def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_reports", deque(maxlen=registry.KEPT))
-
-
-def test_figures_come_from_the_plan():
-    planning = Planner(network()).find(Limits(16 * SIZE))
-    plan, report = planning.plan, report_for(16 * SIZE)
-    assert report.budget_bytes == 16 * SIZE
-    assert report.predicted_peak_bytes == plan.peak_bytes <= 16 * SIZE
-    assert report.baseline_peak_bytes == planning.baseline.peak_bytes > 16 * SIZE
-    assert report.minimum_peak_bytes == planning.smallest.peak_bytes
-    assert report.lower_bound_bytes == planning.lower_bound_bytes <= report.minimum_peak_bytes
-    assert report.saved_bytes == plan.saved_bytes == sum(t.bytes for t in report.saved)
-    assert report.recomputed_ops == len(plan.recomputed) > 0
-    assert report.recompute_seconds == pytest.approx(1e-3 * report.recomputed_ops)
-    assert report.overhead == pytest.approx(report.recomputed_ops / LENGTH)
-    assert report.predicted_seconds == pytest.approx(1e-3 * (2 * LENGTH + report.recomputed_ops))
-    assert report.ops == 2 * LENGTH
-    assert not report.time_limited
 
 
 def test_the_gap_is_the_distance_to_the_bound_in_steps():
@@ -91,12 +73,6 @@ def test_what_is_no_report_is_a_value_error(text):
         Report.from_json(text)
 
 
-def test_a_plan_file_is_told_from_a_report(tmp_path):
-    report_for(None).plan.save(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match="a stored plan, not a report"):
-        Report.from_json((tmp_path / "plan.json").read_text())
-
-
 def test_a_report_prints_six_lines_that_compare_with_plain_inductor():
     report = report_for(16 * SIZE, compiler="inductor", budget_share=0.5, reference_bytes=32 * SIZE, hints=("more",))
     words = [line.split("  ")[0] for line in str(report).splitlines()]
@@ -127,21 +103,6 @@ def test_totals_add_up():
     assert layers.name == "layers.*"
     with pytest.raises(ValueError, match="module"):
         report.totals("line")
-
-
-def test_tables_show_values_and_what_is_alive():
-    report = report_for(16 * SIZE)
-    text = text_tables.as_text(report.table(Decision.RECOMPUTED, limit=3))
-    assert "3 of " in text
-    assert text.count("recomputed ") >= 3
-    assert "layers." in text
-    assert len(text_tables.as_text(report.table(limit=None)).splitlines()) >= LENGTH
-    assert "layers.*" in text_tables.as_text(report.totals_table()) == str(report.totals_table())
-    before, after = (text_tables.as_text(report.peak_table(before=before)) for before in (True, False))
-    assert "26.00 MiB" in before
-    assert "saved" in after
-    with pytest.raises(ValueError, match="not a valid Decision"):
-        report.table("kept")
 
 
 def test_the_report_says_what_binds_the_peak_of_its_plan_and_keeps_it_in_json():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 from trained_steps import LEAST, trained
 
 import autoremat
-from autoremat.basics import disk_cache
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.workspaces import measurement
 from autoremat.workspaces.formulas import CPU, EXACT_RESULTS
@@ -206,21 +204,6 @@ def test_a_card_that_is_not_here_has_unknown_workspaces_where_no_formula_is() ->
     )
     assert report.unknown_workspaces == ()
     assert report.fits
-
-
-@pytest.mark.parametrize("number", [-1, 10**60, "1"])
-def test_a_file_with_implausible_numbers_counts_as_absent(number: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    node, args = kernel(torch.linalg.qr, torch.randn(36, 17))
-    monkeypatch.setattr(measurement, "_known", {})
-    found = measurement.measured(node, args, {}, node.meta["val"])
-    (key,) = measurement._known
-    name = measurement.signature(node)
-    for row in ([number, [0]], [0, [number]], [0, number], [0], number if number is not None else []):
-        with monkeypatch.context() as context:
-            context.setattr(disk_cache, "read_text", lambda *_, row=row: json.dumps({name: row}))
-            context.setattr(measurement, "_known", {})
-            assert measurement._stored(key) == {}
-            assert measurement.measured(node, args, {}, node.meta["val"]) == found
 
 
 WORDS = torch.randint(0, 100, (256, 20))

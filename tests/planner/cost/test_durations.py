@@ -63,6 +63,16 @@ def test_what_depends_on_a_result_that_ends_a_pass_reads_its_operand_again(ends_
     assert launched == pytest.approx([3.0, 0.0, 0.25 + 3 * MOVED, 0.25 * ends_pass + again + MOVED, 3.0])
 
 
+@pytest.mark.parametrize(("longer", "expected"), [(1.0, 3 * MOVED), (1.5, 1.5 * 3 * MOVED)])
+def test_an_op_that_is_no_stream_has_arithmetic_if_it_takes_longer_than_its_traffic(longer, expected):
+    """As a sum that counts elements. It reads what is inlined: one tensor instead of three."""
+    build = GraphBuilder()
+    sum_ = {"kind": Kind.REDUCTION, "bytes_moved": 3 * SIZE, "seconds": longer * 3 * MOVED}
+    total = build.op([streamed(build, build.source(3 * SIZE), size=3 * SIZE)], 0, **sum_)
+    graph, schedule = saving_all(build, forward_outputs=(total,))
+    assert durations(graph, schedule) == pytest.approx([0.0, expected])
+
+
 @st.composite
 def fused_schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
     """Graphs that fuse, at a rate that gives traffic and seconds alone about the same size, with a schedule."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from strategies import GraphBuilder
 
-from autoremat.planner.cost.datasheets import DATASHEETS, MIDDLING, UNKNOWN_GPU, datasheet, device_memory, efficiencies
+from autoremat.planner.cost.datasheets import DATASHEETS, datasheet, device_memory
 from autoremat.planner.cost.device import cuda_device
 from autoremat.planner.cost.links import (
     GPUS_OF_A_NODE,
@@ -146,11 +146,6 @@ def test_memory_beside_a_card_is_not_its_own():
 )  # fmt: skip
 def test_another_number_is_another_card(name):
     assert datasheet(name) is None
-
-
-def test_an_unknown_card_has_middling_rates():
-    assert efficiencies("Abacus") == MIDDLING
-    assert cuda_device("Abacus").of_type("float16").flops_per_second == UNKNOWN_GPU.half_flops * MIDDLING.product
 
 
 @pytest.mark.parametrize("name", [*DATASHEETS, "Abacus"])

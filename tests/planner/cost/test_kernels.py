@@ -33,10 +33,14 @@ FITTED = {"A100", "H100", "B200", "B300", "L40S", "RTX PRO 6000"}
 """Cards whose even rows were fitted; of B300, attention alone."""
 
 
-def held_out(name: str) -> list[dict[str, str]]:
-    """Returns the rows of a file that were not fitted."""
+def rows_of(name: str) -> list[dict[str, str]]:
     with (TIMES / f"{name}.csv").open() as file:
-        return [row for number, row in enumerate(csv.DictReader(file)) if number % 2 or row["card"] not in FITTED]
+        return list(csv.DictReader(file))
+
+
+def held_out(name: str) -> list[dict[str, str]]:
+    """The rows of a file that were not fitted."""
+    return [row for number, row in enumerate(rows_of(name)) if number % 2 or row["card"] not in FITTED]
 
 
 def product(row: dict[str, str]) -> tuple[Product, int, int]:
@@ -73,8 +77,7 @@ def test_float8_products_of_shapes_and_cards_that_were_not_fitted():
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 0.02), ("tf32", 0.03), ("float8_e4m3fn", 0.2)])
 def test_types_beside_bfloat16(dtype, error):
     """Without the RTX 5090, whose float8 products are faster than its data sheet says."""
-    with (TIMES / "products_by_type.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["type"] == dtype and row["card"] != "RTX 5090"]
+    rows = [row for row in rows_of("products_by_type") if row["type"] == dtype and row["card"] != "RTX 5090"]
     ratios = []
     for row in rows:
         side, card = int(row["side"]), cuda_device(row["card"])
@@ -85,13 +88,18 @@ def test_types_beside_bfloat16(dtype, error):
     assert statistics.median(abs(ratio - 1) for ratio in ratios) <= error
 
 
-def test_attention_of_shapes_and_cards_that_were_not_fitted():
-    rows, found = held_out("attention"), []
+@pytest.mark.parametrize("file", ["attention", "attention_cudnn"])
+def test_attention_of_shapes_and_cards(file):
+    """Those that were not fitted; of cuDNN no others are published."""
+    by_cudnn = file == "attention_cudnn"
+    rows, found = rows_of(file) if by_cudnn else held_out(file), []
     for row in rows:
         batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
-        shape, elements = Attention(width, tokens, row["causal"] == "1"), batch * heads * tokens * width
+        backward, elements = row.get("backward") == "1", batch * heads * tokens * width
+        kernel = {"kernel": AttentionKernel.CUDNN} if by_cudnn else {}
+        shape = Attention(width, tokens, row["causal"] == "1", backward, **kernel)
         device = cuda_device(row["card"]).of_type("bfloat16")
-        found.append(device.kernel_seconds(4 * elements * tokens, 8 * elements, shape))
+        found.append(device.kernel_seconds((10 if backward else 4) * elements * tokens, 8 * elements, shape))
     assert median_error(found, rows) <= 0.1
 
 
@@ -126,23 +134,9 @@ def test_a_cpu_has_the_seconds_of_its_roofline():
         assert cpu.seconds(Work(tasks, True, shapes)) == longest
 
 
-def test_attention_by_cudnn():
-    """On the card and the kernels that were fitted: no others are published."""
-    with (TIMES / "attention_cudnn.csv").open() as file:
-        rows, found = list(csv.DictReader(file)), []
-    for row in rows:
-        batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
-        backward = row["backward"] == "1"
-        shape = Attention(width, tokens, row["causal"] == "1", backward, AttentionKernel.CUDNN)
-        elements, device = batch * heads * tokens * width, cuda_device(row["card"]).of_type("bfloat16")
-        found.append(device.kernel_seconds((10 if backward else 4) * elements * tokens, 8 * elements, shape))
-    assert median_error(found, rows) <= 0.1
-
-
 def test_the_arithmetic_of_fused_kernels():
     """Each op of a class has the same price. What repeats few ops takes the time of its memory traffic."""
-    with (TIMES / "arithmetic.csv").open() as file:
-        rows, found = list(csv.DictReader(file)), []
+    rows, found = rows_of("arithmetic"), []
     for row in rows:
         device, elements = cuda_device(row["card"]), int(row["elements"])
         work = Work((Task(Rate(row["rate"]), elements, count=int(row["times"])),))

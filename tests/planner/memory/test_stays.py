@@ -21,13 +21,11 @@ from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay
-from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.planner.memory.simulator import simulate
 from autoremat.planner.plans.limits import Limits, point_of
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.plans.plan_file import PlanFile, fitted
 from autoremat.planner.search.planner import Planner
-from autoremat.report.peak_snapshot import peak_of, profile_of
 
 A = 1
 """The value of 800 bytes that has forms; op 0 computes it."""
@@ -82,17 +80,6 @@ def test_simulator_and_check_count_stays_by_their_definition(case):
     assert plan.host_bytes == graph.calls.in_flight * sum(form.host_bytes for form in forms)
     plan.check()
     assert Plan.loads(plan.dumps()).dumps() == plan.dumps()
-
-
-@settings(max_examples=50)
-@given(schedules())
-def test_snapshot_and_profile_add_up_to_the_peak(case):
-    plan = Plan.of(*case)
-    assert sum(beside_sizes(plan.timeline)) == plan.timeline.beside_bytes
-    snapshot, profile = peak_of(plan), profile_of(plan)
-    assert snapshot is not None
-    assert profile is not None
-    assert sum(tensor.bytes for tensor in snapshot.live) == plan.peak_bytes == max(profile.totals)
 
 
 @st.composite
