@@ -314,18 +314,18 @@ def agreed_profile(
     ``settles_as`` names for a warning, gets the minimum peak found instead.
     """
     limits = request.limits
+    share, device = limits.reference_share, limits.ledger
     step, budget = _agreed_step(step, limits.bytes_for(step.reference_peak_bytes), request, place, gathers)
     try:
-        profile = share_out(step, budget, limits.advice)
+        profile = share_out(step, budget, limits.advice, share, device)
     except BudgetInfeasible as error:
-        share, reference = limits.reference_share, step.reference_peak_bytes
         if request.must_fit:
-            raise error.asked_as(share, reference) from None
+            raise
+        reference = step.reference_peak_bytes
         message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes, share, reference)
         warn_user(message, BudgetWarning)
-        profile = share_out(step, error.minimum_bytes)
-    profile = replace(profile, must_fit=request.must_fit)
-    return profile if limits.ledger is None else replace(profile, device_ledger=limits.ledger.of_step(profile.peak_bytes))
+        profile = share_out(step, error.minimum_bytes, device=device)
+    return replace(profile, must_fit=request.must_fit)
 
 
 def _agreed_step(

@@ -183,8 +183,8 @@ class CompiledBlocks(Shown):
         try:
             if self._given_way > MOST_GIVEN_WAY:
                 raise infeasible
-            found = share_out(self._profile.step.with_higher_peaks(number, excess), self._profile.budget_bytes)
-            found = replace(found, device_ledger=self._profile.device_ledger)
+            higher, device = self._profile.step.with_higher_peaks(number, excess), self._profile.device_ledger
+            found = share_out(higher, self._profile.budget_bytes, device=device)
         except BudgetInfeasible:
             if self._must_fit:
                 raise

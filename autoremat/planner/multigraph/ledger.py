@@ -33,25 +33,14 @@ class Moment:
         """Graphs of all open calls, that of the running one included."""
         return self.open if self.running is None else (*self.open, self.running)
 
+    def live_bytes(self, points: Sequence[PlanPoint]) -> int:
+        """Returns the live bytes, if each graph ``g`` follows ``points[g]``."""
+        half = 0 if self.running is None else points[self.running].peak_bytes(self.backward)
+        return self.base_bytes + sum(points[g].saved_bytes for g in self.open) + half
 
-def _moment_bytes(moment: Moment, points: Sequence[PlanPoint]) -> int:
-    half = 0 if moment.running is None else points[moment.running].peak_bytes(moment.backward)
-    return moment.base_bytes + sum(points[g].saved_bytes for g in moment.open) + half
-
-
-def fullest(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> Moment:
-    """Returns the first moment at which the step reaches its peak, if each graph ``g`` follows ``points[g]``."""
-    return max(moments, key=lambda moment: _moment_bytes(moment, points))
-
-
-def step_peak(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> int:
-    """Returns the peak of the step, if each graph ``g`` follows ``points[g]``."""
-    return max((_moment_bytes(moment, points) for moment in moments), default=0)
-
-
-def host_peak(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> int:
-    """Returns the most bytes that the step holds on the host, if each graph ``g`` follows ``points[g]``."""
-    return max((sum(points[g].host_bytes for g in moment.calls) for moment in moments), default=0)
+    def host_bytes(self, points: Sequence[PlanPoint]) -> int:
+        """Returns the bytes on the host, if each graph ``g`` follows ``points[g]``."""
+        return sum(points[g].host_bytes for g in self.calls)
 
 
 def distinct(moments: Iterable[Moment]) -> list[Moment]:

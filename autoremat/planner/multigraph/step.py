@@ -20,8 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
-from autoremat.planner.multigraph import ledger
-from autoremat.planner.multigraph.ledger import Moment
+from autoremat.planner.multigraph.ledger import Moment, distinct
 from autoremat.planner.plans.limits import PlanPoint, Share
 from autoremat.planner.settings import settings
 
@@ -106,7 +105,11 @@ class Step:
 
     def peak_bytes(self, plans: Sequence[PlanPoint]) -> int:
         """Returns the peak of the step under ``plans``."""
-        return ledger.step_peak(self.moments, plans)
+        return max((moment.live_bytes(plans) for moment in self.moments), default=0)
+
+    def host_peak_bytes(self, plans: Sequence[PlanPoint]) -> int:
+        """Returns the most bytes that the step holds on the host under ``plans``."""
+        return max((moment.host_bytes(plans) for moment in self.moments), default=0)
 
     @property
     def minimum_peak_bytes(self) -> int:
@@ -147,7 +150,7 @@ class Step:
         Returns None if no choice fits.
         """
         fastest = tuple(graph.fastest for graph in self.graphs)
-        free = self.host_bytes is None or ledger.host_peak(self.moments, fastest) <= self.host_bytes
+        free = self.host_bytes is None or self.host_peak_bytes(fastest) <= self.host_bytes
         if free and (budget is None or self.peak_bytes(fastest) <= budget):
             return fastest
         if budget is not None and self.minimum_peak_bytes > budget:
@@ -231,7 +234,7 @@ class Step:
     def infeasible(self, budget: int, remedies: Sequence[str]) -> BudgetInfeasible:
         """Returns the error that lists the memory at the step's peak, for the plans of the smallest peak."""
         plans, numbers = self.smallest, self.numbers
-        moment = ledger.fullest(self.moments, plans)
+        moment = max(self.moments, key=lambda moment: moment.live_bytes(plans))
         occupants = [Occupant("what no plan decides", moment.base_bytes)]
         for number in sorted(set(numbers)):
             calls = [entry for entry in moment.open if numbers[entry] == number]
@@ -278,7 +281,7 @@ class _Program:
 
     def keep_within(self, budget: int | Any | None) -> None:
         """Bounds the live bytes at all moments by ``budget``, a number or a variable, and those on the host."""
-        for moment in ledger.distinct(self.step.moments):
+        for moment in distinct(self.step.moments):
             if budget is not None:
                 saved = (count * p.saved_bytes * x for e, count in Counter(moment.open).items() for p, x in self.chosen[e])
                 half = () if moment.running is None else self.chosen[moment.running]

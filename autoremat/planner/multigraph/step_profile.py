@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoremat.basics.checks import budget_bytes, parse_budget
 from autoremat.basics.display import PlainTable, Shown, named_figures
-from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step import Step, StepGraph
 from autoremat.planner.plans.limits import PlanPoint, Share
@@ -69,7 +67,7 @@ class StepProfile(Shown):
     @property
     def host_peak_bytes(self) -> int:
         """The most bytes that saved tensors of the step take on the host under the assigned plans."""
-        return ledger.host_peak(self.step.moments, self.plans)
+        return self.step.host_peak_bytes(self.plans)
 
     def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
         """Returns the profile of the same step under another budget, without running the step.
@@ -78,14 +76,10 @@ class StepProfile(Shown):
         """
         if isinstance(memory_budget, DeviceBudget):
             memory_budget.check()
-            found = share_out(self.step, memory_budget.budget_bytes)
-            return replace(found, device_ledger=memory_budget.of_step(found.peak_bytes))
+            return share_out(self.step, memory_budget.budget_bytes, device=memory_budget)
         budget = parse_budget(memory_budget, "memory_budget")
         share = budget if isinstance(budget, float) else None
-        try:
-            found = share_out(self.step, budget_bytes(budget, self.reference_peak_bytes))
-        except BudgetInfeasible as error:
-            raise error.asked_as(share, self.reference_peak_bytes) from None
+        found = share_out(self.step, budget_bytes(budget, self.reference_peak_bytes), share=share)
         return replace(found, must_fit=share is None)
 
     def shares_of(self, key: str) -> dict[int | None, Share | None]:
@@ -154,19 +148,25 @@ class StepProfile(Shown):
         ]
 
 
-def share_out(step: Step, budget: int | None, remedies: Sequence[str] = ()) -> StepProfile:
+def share_out(
+    step: Step,
+    budget: int | None,
+    remedies: Sequence[str] = (),
+    share: float | None = None,
+    device: DeviceBudget | None = None,
+) -> StepProfile:
     """Returns the step with the plans of the least time whose peak is at most ``budget`` bytes (None: no bound).
 
-    The peak leaves the step's code headroom free, if any choice does. Raises ``BudgetInfeasible`` with the advice ``remedies``
-    if no choice of plans fits.
+    The budget was asked for as a ``share`` of the reference peak, or is what a ``device`` leaves. The peak leaves the step's
+    code headroom free, if any choice does. Raises ``BudgetInfeasible`` with the advice ``remedies`` if no choice fits.
     """
     plans = None if budget is None else step.cheapest(int(budget * (1 - step.headroom)))
     plans = plans or step.cheapest(budget)
     if plans is None:
         assert budget is not None
-        raise step.infeasible(budget, remedies)
+        raise step.infeasible(budget, remedies).asked_as(share, step.reference_peak_bytes)
     shares = (None,) * len(plans) if budget is None else step.shares(plans, budget)
-    return StepProfile(step, budget, plans, shares)
+    return StepProfile(step, budget, plans, shares, None if device is None else device.of_step(step.peak_bytes(plans)))
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ from strategies import graphs
 
 from autoremat import Options
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
-from autoremat.planner.multigraph.ledger import Moment, fullest, host_peak, step_peak
+from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import Step, StepGraph
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.planner.plans import limits
@@ -72,9 +72,8 @@ def test_a_graph_called_three_times_holds_three_times():
         Moment(4, (0, 0), 0, backward=True), Moment(7, (0,), 0, backward=True), Moment(9, (), 0, backward=True),
         Moment(44, (0,)),
     )  # fmt: skip
-    assert step_peak(moments, [point]) == 54
-    assert fullest(moments, [point]) == moments[-1]
-    assert step_peak(moments[:-1], [point]) == 4 + 20 + 25
+    assert Step((), moments).peak_bytes([point]) == moments[-1].live_bytes([point]) == 54
+    assert Step((), moments[:-1]).peak_bytes([point]) == 4 + 20 + 25
     (share,) = Step((StepGraph("", "", 3, (point,), point),), moments).shares((point,), 60)
     assert share == Share(10, 60 - 24, 60 - 24)
     assert share.excess_bytes(point) == 0
@@ -97,7 +96,7 @@ def test_the_choice_is_the_best_of_all_that_fit_and_plans_within_its_shares_fit_
     assert all(limit.excess_bytes(plan) <= 0 for limit, plan in zip(limits, found, strict=True))
     allowed = [[p for p in graph.front if limit.excess_bytes(p) <= 0] for graph, limit in zip(step.graphs, limits, strict=True)]
     for others in product(*allowed):
-        assert step_peak(step.moments, others) <= budget
+        assert step.peak_bytes(others) <= budget
 
 
 @settings(max_examples=100, deadline=None)
@@ -113,11 +112,11 @@ def test_the_bytes_on_the_host_keep_to_their_bound(step, budget, bound, data):
     of_graph = {g.key: tuple(replace(p, host_bytes=data.draw(st.integers(0, 20))) for p in g.front[1:]) for g in step.graphs}
     graphs = tuple(replace(g, front=(g.front[0], *of_graph[g.key])) for g in step.graphs)
     step = replace(step, graphs=graphs, host_bytes=bound)
-    fitting = [p for p, peak in all_choices(step) if peak <= budget and host_peak(step.moments, p) <= bound]
+    fitting = [p for p, peak in all_choices(step) if peak <= budget and step.host_peak_bytes(p) <= bound]
     found = step.cheapest(budget)
     assert (found is None) == (not fitting)
     if found is not None:
-        assert host_peak(step.moments, found) <= bound
+        assert step.host_peak_bytes(found) <= bound
         assert step.added_seconds(found) == min(map(step.added_seconds, fitting))
 
 
