@@ -16,7 +16,7 @@ from autoremat.capture import forms
 from autoremat.compiler import joint_graph
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.measure import links
-from autoremat.measure.links import host_link_of, measure_link
+from autoremat.measure.links import host_link_of, least_link, measure_link
 from autoremat.options.options import Options
 from autoremat.planner.cost.links import HostLink
 from autoremat.planner.graph.op import Engine, Value
@@ -163,3 +163,9 @@ def test_a_link_is_measured_once_and_stored(monkeypatch, tmp_path):
     assert host_link_of(torch.device("cuda")) == measured
     assert len(calls) == 2
     assert host_link_of(torch.device("cuda"), measures=False) != measured
+
+
+def test_ranks_take_the_least_bytes_and_the_slowest_link():
+    one, other = HostLink(25e9, 20e9, 1e-5, 0.6), HostLink(20e9, 25e9, 2e-5, 0.8)
+    slowest = HostLink(20e9, 20e9, 2e-5, 0.6)
+    assert least_link([one, other]) == slowest

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_models import Chain
 from folders import TESTS
 from hypothesis import given
 from requests_of_options import key_of
@@ -174,20 +175,11 @@ def test_each_graph_takes_its_own_of_several_plans(plan):
         plan_file.fitted(files, chain(6, size=64))
 
 
-class Net(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
 def train(width: int = 32, inner: str = "aot_eager", **options: object) -> tuple[autoremat.Report, torch.Tensor]:
     """The report and the gradient of one step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = Net(width), torch.randn(256, width)
+    model, x = Chain(4, width, activation=nn.functional.gelu), torch.randn(256, width)
     torch.compile(model, backend="autoremat", options={"compiler": inner, **options})(x).backward()
     return autoremat.reports()[-1], next(model.parameters()).grad
 
