@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import least_added_seconds
-from strategies import dags, graphs
+from strategies import dags, graphs, training_chain
 
 from autoremat.planner.exact import interval_model
 from autoremat.planner.exact.annealing import Annealing, improve
@@ -121,17 +121,8 @@ def test_plans_of_annealing_fit_and_are_never_better_than_brute_force(graph, sha
     assert plan.added_seconds >= optimum - 1e-9 * graph.step_seconds
 
 
-def over_budget(ops: int = 40) -> Graph:
-    """A chain with skips that overlap."""
-    drawn = np.random.default_rng(3)
-    edges = [(i - 1, i) for i in range(1, ops)]
-    half = ops // 2
-    edges += [(int(a), int(a + d)) for a, d in zip(drawn.integers(0, half, ops), drawn.integers(2, half, ops), strict=True)]
-    return Graph.from_dag(drawn.uniform(0, 10, ops).tolist(), drawn.integers(1, 50, ops).tolist(), edges)
-
-
 def test_the_deadline_cuts_annealing_short_and_the_outcome_says_so():
-    graph = over_budget()
+    graph = training_chain(60, single_phase=True)
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
     found = improve(graph, budget, 10.0, 0, result_of(without_recomputation(graph), budget), 0.0, time.monotonic())
     assert found.interrupted

@@ -78,6 +78,7 @@ BROKEN: dict[str, Callable[[dict], object]] = {
     "an unknown kind": lambda r: add_column(r, "ops", "kind", "magic"),
     "a value that does not exist": lambda r: r["graph"].update(backward_outputs=[10**9]),
     "a negative size": lambda r: rows(r, "values")[0].__setitem__(r["graph"]["values"]["columns"].index("bytes"), -1),
+    "a negative workspace": lambda r: add_column(r, "ops", "workspace_bytes", -1),
     "negative seconds": lambda r: rows(r, "ops")[0].__setitem__(r["graph"]["ops"]["columns"].index("seconds"), -1.0),
     "a negative budget": lambda r: r.update(budget_bytes=-1),
     "a bound above the peak": lambda r: r.update(lower_bound_bytes=10**6),
