@@ -173,31 +173,6 @@ def report():
     return report_for(16 * SIZE)
 
 
-def texts(figure) -> list[str]:
-    (axes,) = figure.axes
-    return [t.get_text() for t in (*axes.texts, *axes.get_legend().get_texts(), axes.title)] + [
-        axes.get_xlabel(), axes.get_ylabel(), axes.get_title("left"),
-    ]  # fmt: skip
-
-
-def test_the_memory_picture_shows_peak_budget_and_border(report):
-    figure = plots.memory(report)
-    (axes,) = figure.axes
-    tops = [path.vertices[:, 1].max() for band in axes.collections for path in band.get_paths()]
-    assert max(tops) == pytest.approx(report.predicted_peak_bytes / 2**20)
-    lines = {line.get_label(): line for line in axes.lines}
-    budget = next(line for label, line in lines.items() if "budget" in label)
-    assert set(budget.get_ydata()) == {16.0}
-    before = next(line for label, line in lines.items() if "without" in label)
-    assert max(before.get_ydata()) == pytest.approx(report.baseline_peak_bytes / 2**20)
-    assert "time +" in axes.get_title("left")
-    border = report.profile_after.seconds[report.profile_after.border]
-    assert any(list(line.get_xdata()) == [border * 1e3] * 2 for line in axes.lines)
-    shown = " ".join(texts(figure))
-    assert all(expected in shown for expected in ("MiB", "milliseconds", *report.profile_after.groups))
-    assert not any("budget" in text for text in texts(plots.memory(report_for(None))))
-
-
 def test_pictures_are_written_in_both_formats(report, tmp_path):
     figure = plots.memory(report)
     figure.savefig(tmp_path / "memory.png")

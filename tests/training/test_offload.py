@@ -160,14 +160,3 @@ def test_host_memory_saves_recomputation(reports):
     assert plain.stored is None
     assert asked.stored.stall_seconds_at_best <= asked.stored.stall_seconds
     assert asked.gap <= plain.gap
-
-
-def test_a_report_tells_what_is_stored_moved_and_waited_for(reports):
-    plain, asked = reports
-    (total,) = asked.stored.totals
-    assert (total.form, total.bytes, total.device_bytes) == ("host", asked.host_peak_bytes, 0)
-    text = str(asked.details)
-    assert f"{total.tensors} tensor" in text
-    assert "host" not in str(plain.details)
-    assert "tensors in other forms, stalls" in asked.summary() or "tensor in other forms" in asked.summary()
-    assert Report.from_json(asked.to_json()) == asked

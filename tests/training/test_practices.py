@@ -72,27 +72,6 @@ def test_auto_is_what_the_device_has_free():
     assert abs(autoremat.reports()[-1].budget_bytes - free) <= 1024 * MIB  # other processes allocate too
 
 
-FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is the CPU's")
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.55, None])
-def test_of_flash_attention_the_output_and_the_log_sum_exp_are_saved(share):
-    model, (tokens,) = build("llama", layers=2)
-    seen, _ = planned(model, tokens, memory_budget=share)
-    graph, saved = seen.plan.graph, set(seen.plan.saved)
-    kernels = [op for op in graph.ops if op.target == FLASH]
-    assert len(kernels) == 2
-    assert all(set(op.outputs) <= saved for op in kernels)
-    assert not any(target == FLASH for _, target in seen.recomputed())
-    scores = 4 * 4 * 128 * 128 * 4  # of all tokens against all, which no op makes
-    heads = max(graph.values[v].bytes for op in kernels for v in op.outputs)
-    assert heads * 4 == scores
-    in_attention = {v for op in graph.ops[: graph.num_forward] if "self_attn" in op.module for v in op.outputs}
-    assert max(graph.values[v].bytes for v in in_attention) < scores
-
-
 @pytest.mark.slow
 def test_to_checkpoint_flash_attention_is_refused_as_useless():
     model, (tokens,) = build("llama", layers=2)
