@@ -17,6 +17,7 @@ from strategies import GraphBuilder, graphs
 
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Constraint, Role
+from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.planner.search.planner import Planner
 from autoremat.report import plots, registry, text_tables
 from autoremat.report.decisions import Decision
@@ -182,6 +183,12 @@ def test_pictures_are_written_in_both_formats(report, tmp_path):
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert "backward" in svg
     assert svg == plots.as_svg(figure)  # the same bytes every time
+
+
+def test_the_pareto_picture_has_every_family():
+    points = [Point(family, "sqrt", size << 20, 1.0, 4.0) for family in (OURS, BOUND, POLICY, TORCH) for size in (10, 20)]
+    svg = plots.as_svg(plots.pareto(points))
+    assert all(text in svg for text in (OURS, "lower bound", "sqrt", "policy"))
 
 
 class Page(HTMLParser):
