@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
-from strategies import chain, graphs, saved_sets, schedules_of
+from strategies import GraphBuilder, chain, graphs, saved_sets, schedules_of
 
 from autoremat.basics.errors import PlanInvalid
-from autoremat.planner.graph.op import Role
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.memory.allocations import (
     FREED,
@@ -41,6 +41,13 @@ def test_simulation_equals_an_independent_replay(data):
     assert timeline.bytes_at.tolist() == replayed
     assert timeline.peak_bytes == max(replayed)
     assert replayed[timeline.peak_position] == max(replayed)
+
+
+def test_a_graph_that_fuses_may_have_no_backward():
+    build = GraphBuilder()
+    result = build.op([build.source(0)], 10, kind=Kind.POINTWISE)
+    build.op([result], 0, kind=Kind.POINTWISE)
+    assert simulate(build.graph(fuses=True), Schedule((0, 1), ())).peak_bytes == 0
 
 
 @given(st.data())
