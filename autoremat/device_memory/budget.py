@@ -65,7 +65,8 @@ def device_budget(
     - ``hooks_free_gradients``: True if each post-accumulate-grad hook frees its gradient, as the option of this name says.
     - ``others``: further memory by name: modules such as an EMA copy, tensors, or bytes.
     - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and 64 KiB on a CPU.
-    - ``context``: bytes outside torch's allocator: by default measured on a CUDA device that is here, 512 MiB on others.
+    - ``context``: bytes outside torch's allocator: by default measured on a CUDA device that is here, 512 MiB on others, and
+      none on a CPU.
     - ``device``: the device of ``total``; None means a card named by ``total``, else the device of the model.
 
     Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors, and ``OptionsError`` for other values. A ledger

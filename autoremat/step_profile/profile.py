@@ -47,39 +47,49 @@ def profile_step(
     minimum peak. The second run is measured. Then every graph gets a plan, such that the step fits at the least time.
 
     Gradients, random states, and buffers of the modules that ``function`` is, is bound to or closes over, are restored. Other
-    side effects occur twice. Hooks on gradients do not run; ``hooks_free_gradients`` tells that they free.
+    side effects occur twice. Post-accumulate-grad hooks, such as an optimizer in the backward, do not run; the option
+    ``hooks_free_gradients`` tells that they free the gradients.
 
-    - ``memory_budget``: the budget of the whole step; a float is a share of the step's peak without recomputation.
+    - ``memory_budget``: the budget of the whole step, in bytes, as text such as "60GiB", a device budget, or "auto". A float is
+      a share of the step's peak without recomputation; None sets no limit.
     - ``loss``: maps the result of ``function`` to the scalar to differentiate; by default the result itself, or its ``loss``.
     - ``regional``: True if ``function`` contains parts that are compiled with this backend and is itself not to be compiled.
       The default is True for a module with compiled parts and for a result of ``torch.compile``.
     - ``variants``: the most plans of one graph, whose calls only :func:`autoremat.compile_blocks` makes distinguishable.
     - ``options``: those of ``torch.compile``, without ``memory_budget``.
 
-    All that is compiled in this process is compiled again, as after ``torch.compiler.reset()``. Ranks whose graphs contain
-    collectives or DTensors profile at the same time, and share the least budget and the most memory at each moment.
+    Pass the result as ``memory_budget``. All that is compiled in this process is compiled again, as after
+    ``torch.compiler.reset()``. Ranks whose graphs contain collectives or DTensors have to profile at the same time. They share
+    the least budget, and at each moment the memory of the rank that needs the most.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits, ``OptionsError`` for options that are not accepted, and
-    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient."""
+    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient.
+    """
     parsed, variants = _accepted(options, memory_budget), variants_of(variants)
     is_whole = not (_holds_compiled(function) if regional is None else regional)
     taken = Recording(parsed)
-    torch.compiler.reset()
-    listen()  # the reset has ended it
-    step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None) if is_whole else function
     with status_if_slow("profiling the step", shown=parsed.progress):
-        try:
-            with received_by(taken.compile), _undone(function):
-                # Under fully_shard these are the shards, which receive the gradients, and no leaves of the loss.
-                parameters = [parameter for module in _modules_of(function) for parameter in module.parameters()]
-                moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of, parameters)
-        finally:
-            torch.compiler.reset()
-            listen()
+        with _compiled_anew(), received_by(taken.compile), _undone(function):
+            step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None) if is_whole else function
+            # Under fully_shard these are the shards, which receive the gradients, and no leaves of the loss.
+            parameters = [parameter for module in _modules_of(function) for parameter in module.parameters()]
+            moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of, parameters)
         now("sharing out the budget")
         passed = [one.untyped_storage().nbytes() for one in tensors_in((args, kwargs)) if one.device.type == taken.device.type]
         request = request_of(parsed, Surroundings(taken.device, passed_bytes=sum(passed)))
         return agreed_profile(recorded_step(taken, moments, variants), request, "the profile of a step")
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Makes torch compile all functions again, while active and afterwards."""
+    torch.compiler.reset()
+    listen()  # the reset has ended it
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+        listen()
 
 
 def _accepted(options: Mapping[str, Any] | None, memory_budget: int | float | str | DeviceBudget | None) -> Options:
