@@ -318,8 +318,8 @@ def calibrate() -> None:
     if not calibration.takes_measured_rates(device):
         click.echo(f"Data sheets give the rates of {calibration.device_name(device)}: nothing is measured.")
         return
-    rates = calibration.measure(device)
-    click.echo(f"{len(rates.curves)} rates of {rates.device} are stored in {disk_cache.folder('rates')}")
+    calibration.measure(device)
+    click.echo(f"The rates of {calibration.device_name(device)} are stored in {disk_cache.folder('rates')}")
 
 
 @main.command()

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from harness import ROOT, parser, table, write
 
 from autoremat.planner.cost.datasheets import datasheet
-from autoremat.planner.cost.device import Device, cuda_device
+from autoremat.planner.cost.device import SPECIALS, Attention, AttentionKernel, Device, Product, Rate, Work, cuda_device
 from autoremat.planner.cost.links import NVLINK, Pattern, assumed_host_link, assumed_interconnect, sent_bytes, steps_of
-from autoremat.planner.cost.rates import Attention, AttentionKernel, Product, Rate, Task, Work
 
 TIMES = ROOT / "tests" / "data" / "kernel_times"
 FITTED = {
@@ -142,7 +141,7 @@ def arithmetic(row: Row) -> Predictions:
     """Predicts a fused kernel that repeats an op, reads two tensors and writes one."""
     moved, times = 3 * HALF * int(row["elements"]), int(row["times"])
     traffic = card_of(row).kernel_seconds(0, moved)
-    work = Work((Task(Rate(row["rate"]), int(row["elements"]), count=times),))
+    work = Work(specials=SPECIALS[Rate(row["rate"])] * int(row["elements"]) * times)
     kind = "fused arithmetic, " + ("at most 4 ops" if times <= 4 else "more")
     return kind, before(row["card"], 0, moved), max(traffic, card_of(row).seconds(work))
 

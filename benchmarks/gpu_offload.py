@@ -72,7 +72,6 @@ class Row:
     to_host: float
     """Measured rates of the link, in bytes per second."""
     from_host: float
-    both_ways: float
     alone: Planned
     together: Planned
 
@@ -129,7 +128,7 @@ def row(name: str, share: float, rehearsed: bool) -> Line:
     assert link is not None, "the device has memory of its own"
     return asdict(
         Row(
-            name, share, replace(plain, seconds=medians[PLAIN]), repeated, link.to_host, link.from_host, link.both_ways,
+            name, share, replace(plain, seconds=medians[PLAIN]), repeated, link.to_host, link.from_host,
             timed[ALONE], timed[TOGETHER],
         )
     )  # fmt: skip
@@ -184,7 +183,7 @@ def verdict(rows: Sequence[Line]) -> str:
             unused_text(plans),
             f"{wrong} move other bytes than planned",
             f"step times with offload to those without: from {ratios[0]:.3f} to {ratios[-1]:.3f}",
-            f"the link, GB/s to the host and from it: {rates}, and {rows[-1]['both_ways']:.0%} of that both ways",
+            f"the link, GB/s to the host and from it: {rates}",
         ]
     )
 

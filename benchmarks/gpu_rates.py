@@ -20,9 +20,8 @@ from gpu_steps import in_turn, summary_of
 from rich.table import Table
 from torch.nn import functional as F
 
-from autoremat.planner.cost.device import Device, cuda_device
+from autoremat.planner.cost.device import SPECIALS, Attention, AttentionKernel, Device, Product, Rate, Work, cuda_device
 from autoremat.planner.cost.links import assumed_host_link
-from autoremat.planner.cost.rates import Attention, AttentionKernel, Product, Rate, Task, Work
 
 ROUNDS, LAUNCHES = 7, 20
 """Number of samples, and of launches in a sample. A CUDA graph holds these, so that no launch waits for the host."""
@@ -118,7 +117,7 @@ def streams(rehearsed: bool) -> Iterator[Case]:
 
 
 def copies(rehearsed: bool) -> Iterator[Case]:
-    """Yields copies to the host, from it, and both at once."""
+    """Yields copies to the host and from it."""
     link = assumed_host_link(torch.cuda.get_device_name())
     if link is None:
         raise Skipped("the device shares the memory of its host")
@@ -132,19 +131,6 @@ def copies(rehearsed: bool) -> Iterator[Case]:
         seconds = count / link.to_host, count / link.from_host
         yield Case(f"{count} bytes to the host", store, seconds[0], in_graph=False)
         yield Case(f"{count} bytes from the host", load, seconds[1], in_graph=False)
-        yield Case(
-            f"{count} bytes both ways", functools.partial(at_once, store, load), max(seconds) / link.both_ways, in_graph=False
-        )
-
-
-def at_once(first: Callable[[], object], second: Callable[[], object]) -> None:
-    """Runs two copies beside each other; the current stream waits for both."""
-    current, other = torch.cuda.current_stream(), torch.cuda.Stream()
-    other.wait_stream(current)
-    with torch.cuda.stream(other):
-        first()
-    second()
-    current.wait_stream(other)
 
 
 def with_chain(gradient: torch.Tensor, x: torch.Tensor, links: int) -> torch.Tensor:
@@ -156,7 +142,7 @@ def with_chain(gradient: torch.Tensor, x: torch.Tensor, links: int) -> torch.Ten
 
 def predicted_chain(rate: Rate, count: int, links: int) -> float:
     """Returns the predicted seconds of a kernel that reads two tensors, repeats an op on one and writes one."""
-    work = Work((Task(rate, count, count=links),))
+    work = Work(specials=SPECIALS[rate] * count * links)
     return max(device().kernel_seconds(0, 3 * HALF * count), device().seconds(work))
 
 

@@ -233,7 +233,7 @@ def measure(name: str) -> Iterator[Row]:
 
             faster = 0.0
             if plan is not None:
-                faster = plan.stall_seconds - stalls_of(linked, plan.schedule, 1 / PLANNED_SHARE).seconds
+                faster = plan.stall_seconds - sum(stalls_of(linked, plan.schedule, 1 / PLANNED_SHARE))
             yield Row(
                 name, link, share, share_of(recomputed), *map(share_of, rules), share_of(plan),
                 share_of(plan, fastest.cost_seconds + faster), (planning.lower_bound_seconds - fastest.cost_seconds) / step,

@@ -27,8 +27,7 @@ from autoremat.capture.pricing import Pricer, Prices
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.op_traits import BATCH_NORM_RESULTS, averages_of, ends_pass
-from autoremat.planner.cost.device import Device, cpu_device, cuda_device
-from autoremat.planner.cost.rates import Pricing
+from autoremat.planner.cost.device import Device, Pricing, cpu_device, cuda_device
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
 from autoremat.torch_private import joint_graphs
@@ -194,7 +193,7 @@ def _op(
         cost.moved_bytes, cost.workspace_bytes, op_traits.kind_of(node, runs_on), traits, _order_of(node), module,
         source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
-        op_traits.inlining_of(node, runs_on), ends_pass=ends_pass(node, pricer.sheet.multiprocessors),
+        op_traits.inlining_of(node, runs_on), ends_pass=ends_pass(node, pricer.device.multiprocessors),
         demanded=op_traits.demanded(node),
     )  # fmt: skip
     return pricer.price(node, op)
@@ -266,7 +265,7 @@ def capture(
                 ops.append(_op(builder, node, backward[node], overwritten, pricer, runs_on, named.get(node, ())))
     graph = Graph(
         ops=tuple(ops),
-        values=_values(builder, number, pricer.sheet.allocation_bytes),
+        values=_values(builder, number, pricer.device.allocation_bytes),
         forward_outputs=computed(forward_outputs),
         backward_outputs=computed(backward_outputs),
         must_run=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
@@ -274,7 +273,7 @@ def capture(
     )
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
     return Capture(
-        joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, pricer.sheet, runs_on, pricer.pricing(), unknown
+        joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, pricer.device, runs_on, pricer.pricing(), unknown
     )
 
 

@@ -1,8 +1,7 @@
-"""The work of ops in the units of rates, the shapes of library kernels, and the prices of a captured graph.
+"""The work of ops, the shapes of library kernels, and the prices of a captured graph.
 
-The table of facts (:mod:`autoremat.ops.op_table`) has the rate of an op. An op without one is charged for its bytes: a fused op
-at the rate of sequential access, a kernel of its own at the rate of indexed access, which is slower. The cost models differ in
-where the rates of the device come from.
+The table of facts (:mod:`autoremat.ops.op_table`) has the class of an op's arithmetic. A kernel of its own without FLOPs is
+charged for its bytes and its arithmetic. The cost models differ in where the rates of the device come from.
 
 - ``roofline`` (the default): data sheets.
 - ``calibrated``: measurements of the device (:mod:`autoremat.measure.calibration`).
@@ -26,9 +25,18 @@ from autoremat.ops import op_traits
 from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.planner.cost.datasheets import TF32
-from autoremat.planner.cost.device import Device
+from autoremat.planner.cost.device import (
+    SPECIALS,
+    Attention,
+    AttentionKernel,
+    Device,
+    Pricing,
+    Product,
+    Rate,
+    Rates,
+    Work,
+)
 from autoremat.planner.cost.links import Interconnect, Links, LinkSource
-from autoremat.planner.cost.rates import BATCH, Attention, AttentionKernel, Pricing, Product, Rate, Rates, Task, Work
 from autoremat.planner.graph.graph import Machine
 from autoremat.planner.graph.op import Kind, Op
 from autoremat.torch_private import compilers
@@ -39,15 +47,8 @@ from autoremat.workspaces.measurement import arguments
 FUSED_SHARE = 3
 """A fused pointwise op is charged 1/``FUSED_SHARE`` of the bytes that it would move alone: its share of the chain's traffic."""
 
-BY_ELEMENT = frozenset(
-    {
-        Rate.DIVISION, Rate.EXPONENTIAL, Rate.TANH, Rate.SPECIAL, Rate.NORMALISATION, Rate.SORT, Rate.SCAN, Rate.WINDOW,
-    }
-)  # fmt: skip
-"""Rates of arithmetic per element."""
-
 ROOT_AND_DIVISION = torch.ops.aten.rsqrt
-"""The op that counts as two of the rate of divisions."""
+"""The op that counts as two of the class of divisions."""
 
 MOST_MULTIPLIED = 8
 """The largest whole exponent of a power that counts as multiplications."""
@@ -60,118 +61,51 @@ CONVOLUTIONS = (Rate.CONVOLUTION, Rate.CONVOLUTION_BACKWARD)
 TOKENS_FIRST = ("_flash_attention", "_efficient_attention")
 """Ops whose operands have the tokens before the heads."""
 
-INDEXED = frozenset({Rate.GATHER, Rate.SCATTER})
-"""Rates of indexed memory accesses."""
-
 
 def work_of(node: fx.Node, op: Op, fuses: bool) -> Work:
     """Returns the work of ``node``, which the graph knows as ``op``. Unless the graph ``fuses``, each op is launched."""
     if op.flops:
-        by_library, known = True, True
-        tasks = [_flops(node, op.flops), Task(Rate.STREAM, op.bytes_moved)]
-    else:
-        by_library = op.kind is Kind.EXTERN and not op_traits.adds_to_product(node)
-        traffic, arithmetic = _traffic(node, op, by_library, fuses), _arithmetic(node, by_library)
-        known = not by_library or arithmetic is not None or op_traits.facts(node).rate in INDEXED
-        tasks = [traffic, arithmetic] if arithmetic is not None else [traffic]
-    return Work(tuple(task for task in tasks if task.amount > 0), by_library or not fuses, shapes_of(node), known)
-
-
-def arithmetic_of(node: fx.Node) -> Work:
-    """Returns the arithmetic of a fused ``node``, without memory traffic."""
-    arithmetic = _arithmetic(node, by_library=False)
-    return Work(() if arithmetic is None else (arithmetic,))
-
-
-def operand_type(node: fx.Node) -> str:
-    """Returns the name of the type that ``node`` computes with: that of its first operand that is no integer tensor."""
-    types = (t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex)
-    return str(next(types, torch.float32)).removeprefix("torch.")
+        return Work(op.flops, product_type(node), op.bytes_moved, launches=True, shapes=shapes_of(node))
+    by_library, rate = op.kind is Kind.EXTERN and not op_traits.adds_to_product(node), op_traits.facts(node).rate
+    moved = op.bytes_moved
+    if rate is Rate.GATHER:
+        # The op reads only the selected rows of the table. The indices themselves are few bytes in comparison.
+        moved = 2 * sum(size_hint(t.numel()) * t.element_size() for t in tensors_in(node.meta.get("val")))
+    elif fuses and not by_library and op.kind is not Kind.REDUCTION:
+        moved //= FUSED_SHARE
+    specials = _specials(node, by_library)
+    return Work(0.0, "", moved, specials, by_library or not fuses, shapes_of(node))
 
 
 def _operands(node: fx.Node) -> list[torch.Tensor]:
     return [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
 
 
-def _elements(tensors: list[torch.Tensor]) -> int:
-    return max((size_hint(t.numel()) for t in tensors), default=0)
-
-
-def _flops(node: fx.Node, flops: int) -> Task:
-    dtype, facts = product_type(node), op_traits.facts(node)
-    rate = facts.rate
-    if rate is Rate.BATCHED_MATMUL:
-        batch = max(size_hint(_operands(node)[-1].shape[0]), 1)
-        return Task(rate, flops / batch * BATCH, dtype, batch / BATCH)
-    if rate is not None and facts.is_attention:
-        return Task(rate, flops, dtype)
-    if rate in CONVOLUTIONS:
-        return Task(_convolution_rate(node), flops, dtype)
-    return Task(Rate.MATMUL, flops, dtype)
-
-
-def _convolution_rate(node: fx.Node) -> Rate:
-    backward = op_traits.facts(node).rate is Rate.CONVOLUTION_BACKWARD
-    # Arguments are (image, weight, ..., groups). The backward has the result's gradient in front.
-    weight = _operands(node)[2 if backward else 1]
-    if size_hint(weight.shape[1]) == 1 and size_hint(weight.shape[0]) > 1:
-        return Rate.DEPTHWISE_CONVOLUTION_BACKWARD if backward else Rate.DEPTHWISE_CONVOLUTION
-    if all(size_hint(side) == 1 for side in weight.shape[2:]):
-        return Rate.POINT_CONVOLUTION_BACKWARD if backward else Rate.POINT_CONVOLUTION
-    return Rate.CONVOLUTION_BACKWARD if backward else Rate.CONVOLUTION
-
-
-def _traffic(node: fx.Node, op: Op, by_library: bool, fuses: bool) -> Task:
-    rate = op_traits.facts(node).rate
-    if rate is Rate.GATHER:
-        # The op reads only the selected rows of the table. The indices themselves are few bytes in comparison.
-        picked = 2 * sum(size_hint(t.numel()) * t.element_size() for t in tensors_in(node.meta.get("val")))
-        return Task(rate, picked)
-    if rate is Rate.SCATTER:
-        return Task(rate, op.bytes_moved)
-    if op_traits.is_collective(node):
-        return Task(Rate.STREAM, op.bytes_moved)
-    if by_library:
-        return Task(Rate.STREAM if _arithmetic(node, by_library) else Rate.GATHER, op.bytes_moved)
-    return Task(Rate.STREAM, op.bytes_moved // FUSED_SHARE if fuses and op.kind is not Kind.REDUCTION else op.bytes_moved)
-
-
-def _arithmetic(node: fx.Node, by_library: bool) -> Task | None:
-    facts, read = op_traits.facts(node), _elements(_operands(node))
-    made = _elements(tensors_in(node.meta.get("val")))
-    packet = op_traits.packet(node)
-    if packet is torch.ops.aten.pow and (power := _simple_power(node.args[1], made)):
-        return power
-    if facts.rate in BY_ELEMENT:
-        return Task(facts.rate, max(read, made) * (2 if packet is ROOT_AND_DIVISION else 1))
-    if packet is torch.ops.aten.clone and _changes_layout(node):
-        return Task(Rate.LAYOUT, made)
+def _specials(node: fx.Node, by_library: bool) -> float:
+    """Returns how many results of special function units take as long as the arithmetic of an op without FLOPs."""
+    facts, packet = op_traits.facts(node), op_traits.packet(node)
+    read, made = (
+        max((size_hint(t.numel()) for t in tensors), default=0)
+        for tensors in (_operands(node), tensors_in(node.meta.get("val")))
+    )
+    if packet is torch.ops.aten.pow and (of_power := _specials_of_power(node.args[1])):
+        return of_power * made
+    if facts.rate in SPECIALS:
+        return SPECIALS[facts.rate] * max(read, made) * (2 if packet is ROOT_AND_DIVISION else 1)
     if op_traits.is_random(node) or getattr(packet, "__name__", "") in op_traits.DRAWS:
-        return Task(Rate.RANDOM, made)
+        return SPECIALS[Rate.RANDOM] * made
     if facts.reduces:
-        return Task(Rate.REDUCTION, read)
-    return None if by_library else Task(Rate.CHEAP, made)
+        return SPECIALS[Rate.CHEAP] * read
+    return 0.0 if by_library else SPECIALS[Rate.CHEAP] * made
 
 
-def _changes_layout(node: fx.Node) -> bool:
-    (operand,), (result,) = _operands(node), tensors_in(node.meta["val"])
-    before = _dense_dimensions(operand)
-    return bool(before) and not before & _dense_dimensions(result)
-
-
-def _dense_dimensions(tensor: torch.Tensor) -> set[int]:
-    """Returns the dimensions of more than one element whose neighbours lie side by side."""
-    pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    return {dim for dim, (size, stride) in pairs if size_hint(size) > 1 and size_hint(stride) == 1}
-
-
-def _simple_power(exponent: object, made: int) -> Task | None:
-    """Returns the arithmetic of a power that is a few multiplications, a quotient or a root, or None for any other power."""
+def _specials_of_power(exponent: object) -> float:
+    """Returns the price of a power that is a few multiplications, a quotient or a root, or 0 for any other power."""
     if not isinstance(exponent, int | float) or abs(exponent) > MOST_MULTIPLIED:
-        return None
+        return 0.0
     if exponent == 0.5 or (exponent < 0 and float(exponent).is_integer()):
-        return Task(Rate.DIVISION, made)
-    return Task(Rate.CHEAP, 2 * made) if float(exponent).is_integer() else None
+        return SPECIALS[Rate.DIVISION]
+    return 2 * SPECIALS[Rate.CHEAP] if float(exponent).is_integer() else 0.0
 
 
 def shapes_of(node: fx.Node) -> tuple[Product, ...] | Attention:
@@ -196,7 +130,8 @@ def shapes_of(node: fx.Node) -> tuple[Product, ...] | Attention:
 
 def product_type(node: fx.Node) -> str:
     """Returns the type in which a device multiplies: that of the operands, or TF32 where a card may round these."""
-    dtype = operand_type(node)
+    types = (t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex)
+    dtype = str(next(types, torch.float32)).removeprefix("torch.")
     convolves = op_traits.facts(node).rate in CONVOLUTIONS
     return TF32 if dtype == "float32" and compilers.rounds_to_tf32(convolves) else dtype
 
@@ -252,9 +187,10 @@ class Pricer:
     """Prices the ops of one graph, and counts where their seconds come from."""
 
     def __init__(self, prices: Prices, device: torch.device, sheet: Device, fuses: bool) -> None:
-        self.prices, self.sheet, self.fuses = prices, sheet, fuses
-        self.measured = prices.others or (None if prices.cost_model == ROOFLINE else rates_of(device))
-        self.rates: Rates | Device = self.measured or sheet
+        self.prices, self.fuses = prices, fuses
+        rates = prices.others or (None if prices.cost_model == ROOFLINE else rates_of(device))
+        self.is_measured = rates is not None
+        self.device = sheet if rates is None else sheet.with_rates(rates)
         self.total_seconds = self.calibrated_seconds = 0.0
         self.links: set[Interconnect] = set()
 
@@ -263,13 +199,18 @@ class Pricer:
 
         A collective takes at least the seconds of its own memory traffic. A wait that is an op of its own takes none.
         """
-        work = work_of(node, op, self.fuses)
-        is_calibrated = self.measured is not None and work.known
-        seconds, traffic = self._fused(node, work) if self.fuses and stays_in_kernel(node) else (self.rates.seconds(work), 0.0)
+        work, is_calibrated, traffic = work_of(node, op, self.fuses), self.is_measured, 0.0
         if is_wait(node):
             seconds = 0.0
-        elif (call := traffic_of_group(node)) is not None:
-            link = self.prices.links.of(call.group, call.ranks, self.sheet.name)
+        elif self.fuses and stays_in_kernel(node):  # its share of the kernel's traffic, and its arithmetic
+            traffic = self.device.saving_seconds_per_byte / 2 * work.moved_bytes
+            arithmetic = self.device.seconds(Work(specials=work.specials))
+            seconds = traffic + arithmetic
+            traffic *= 1.0 if arithmetic else 1 - ARITHMETIC_SHARE
+        else:
+            seconds = self.device.seconds(work)
+        if (call := traffic_of_group(node)) is not None:
+            link = self.prices.links.of(call.group, call.ranks, self.device.name)
             seconds = max(seconds, link.seconds(call.sent_bytes, call.steps))
             is_calibrated = link.source is not LinkSource.ASSUMED
             self.links.add(link)
@@ -277,17 +218,11 @@ class Pricer:
         self.calibrated_seconds += seconds if is_calibrated else 0.0
         return replace(op, seconds=seconds, memory_bound_seconds=traffic)
 
-    def _fused(self, node: fx.Node, work: Work) -> tuple[float, float]:
-        """Returns the seconds of an op of a fused kernel, and the part of them for its share of the kernel's traffic."""
-        streamed = sum(task.amount for task in work.tasks if task.rate is Rate.STREAM)
-        traffic, arithmetic = self.rates.saving_seconds_per_byte / 2 * streamed, self.rates.seconds(arithmetic_of(node))
-        return (traffic + arithmetic, traffic) if arithmetic else (traffic, (1 - ARITHMETIC_SHARE) * traffic)
-
     def machine(self, groups_hold_buffers: bool) -> Machine:
         """Returns the machine on which fused kernels have these rates."""
-        sheet, rates = self.sheet, self.rates
+        device = self.device
         return Machine(
-            self.fuses, rates.saving_seconds_per_byte, sheet.write_share, sheet.overlaps_wholly, rates.launch_seconds,
+            self.fuses, device.saving_seconds_per_byte, device.write_share, device.overlaps_wholly, device.launch_seconds,
             groups_hold_buffers, compilers.most_reads_inlined(),
         )  # fmt: skip
 
@@ -295,8 +230,7 @@ class Pricer:
         """Returns a summary of the cost sources of all ops."""
         shown = sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in self.links})
         calibrated = self.calibrated_seconds / self.total_seconds if self.total_seconds else 0.0
-        cost_model = ROOFLINE if self.measured is None else self.prices.cost_model
-        return Pricing(cost_model, calibrated, 1.0 - calibrated, ", ".join(shown))
+        return Pricing(CALIBRATED if self.is_measured else ROOFLINE, calibrated, 1.0 - calibrated, ", ".join(shown))
 
 
 def identity(cost_model: str, device: torch.device) -> str:
@@ -305,4 +239,4 @@ def identity(cost_model: str, device: torch.device) -> str:
     Plans depend on the graph and on these rates. Under ``calibrated``, unknown rates are measured.
     """
     rates = rates_of(device) if cost_model != ROOFLINE else None
-    return rates.digest if rates is not None else ""
+    return "" if rates is None else rates.to_json()

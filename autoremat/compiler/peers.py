@@ -27,8 +27,8 @@ from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.problem import Problem
 from autoremat.measure.calibration import rates_of
 from autoremat.measure.links import host_link_of, interconnects_of, least_link
+from autoremat.planner.cost.device import Rates
 from autoremat.planner.cost.links import HostLink, Interconnect
-from autoremat.planner.cost.rates import Rates
 from autoremat.planner.multigraph.step import Step
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.planner.plans.plan_file import graph_hash

@@ -23,8 +23,8 @@ from autoremat.capture import pricing, source_info
 from autoremat.capture.capture import device_of_inputs
 from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
+from autoremat.planner.cost.device import Rates
 from autoremat.planner.cost.links import HostLink, Interconnect
-from autoremat.planner.cost.rates import Rates
 from autoremat.planner.graph.op import SHARDS
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -25,9 +23,8 @@ import torch
 from autoremat.basics import disk_cache
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import now
-from autoremat.measure.microbenchmarks import FUSED, VERSION, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.planner.cost.datasheets import datasheet
-from autoremat.planner.cost.rates import Curve, Rate, Rates, curve_name
+from autoremat.planner.cost.device import Rates
 from autoremat.torch_private import compilers, symbolic_sizes
 from autoremat.torch_private.process_groups import job
 
@@ -95,34 +92,24 @@ def ranks_of_machine() -> int:
 
 Result = TypeVar("Result")
 
-MAX_RUNS = 100
-"""The most runs in one sample."""
+REPETITIONS = 5
 
 
-@dataclass
-class Stopwatch:
-    """A timer that returns the least of a few samples, each with enough runs to hide the clock's resolution."""
-
-    wait: Callable[[], object]
-    """Returns when the device has finished all its work."""
-    now: Callable[[], float] = time.perf_counter
-    samples: int = 10
-    sample_seconds: float = 1e-3
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Returns the seconds of ``run()``, after two runs to warm up."""
+def least_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Returns the least seconds of a few runs. The first one also makes the device ready."""
+    found = []
+    for _ in range(REPETITIONS + 1):
+        _wait(device)
+        start = time.perf_counter()
         run()
-        once = self._sample(run, 1)
-        runs = min(MAX_RUNS, max(1, math.ceil(self.sample_seconds / max(once, 1e-9))))
-        return min(self._sample(run, runs) for _ in range(self.samples))
+        _wait(device)
+        found.append(time.perf_counter() - start)
+    return min(found)
 
-    def _sample(self, run: Callable[[], object], runs: int) -> float:
-        self.wait()
-        begin = self.now()
-        for _ in range(runs):
-            run()
-        self.wait()
-        return (self.now() - begin) / runs
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def measurable(device: torch.device) -> bool:
@@ -152,26 +139,22 @@ def outside_of_modes(device: torch.device, measure: Callable[[], Result]) -> Res
 
 log = logging.getLogger("autoremat")
 
-ELEMENT_BYTES = 8
-"""Bytes moved per element: one 32-bit float read and one written."""
-
-LONGEST_RUN = 0.05
-"""Seconds. A size with a longer expected time is skipped if a smaller size was measured."""
-
-LEAST_SHARE = 0.1
-"""The least share of a measured time that counts as the op's own, after the launch is subtracted."""
+VERSION = 4
+"""Number of the measurements, which rises if one of them measures something else. Stored rates have that of theirs."""
 
 LONGEST_WAIT = 90.0
 """Seconds to wait for another process that calibrates the same device. After that, this process calibrates too."""
 
-TINY = 8
-"""Side of matrices whose product costs little more than the launch."""
+TINY, LAUNCHES = 8, 100
+"""Side of matrices whose product costs little more than the launch, and number of such products in a run."""
 
-Points = dict[float, float]
-"""Seconds by amount of work."""
+SIDES = {"cpu": 512, "cuda": 4096}
+"""Sides of the matrices of a large product."""
 
-Timer = Callable[[Callable[[], object]], float]
-"""Returns the seconds of a run."""
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+STREAMED = 2**24
+"""Elements of each operand of a sum, more than caches hold."""
 
 
 def device_name(device: torch.device) -> str:
@@ -216,14 +199,17 @@ def rates_of(device: torch.device) -> Rates | None:
     if key not in _known:
         # Ranks of a job start together. One rank measures, and all ranks that share a cache folder plan with its rates.
         with disk_cache.locked("rates", key, LONGEST_WAIT):
-            _known[key] = _stored(key) or measure(device)
+            try:
+                _known[key] = Rates.from_json(disk_cache.read_text("rates", key) or "")
+            except disk_cache.UNUSABLE:
+                _known[key] = measure(device)
     return _known[key]
 
 
 def measure(device: torch.device) -> Rates:
     """Returns new rates of ``device``, and stores them."""
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else bool
-    rates = outside_of_modes(device, lambda: calibrate(device, Stopwatch(wait).seconds, compiled))
+    now(f"calibrating {device}")
+    rates = outside_of_modes(device, lambda: _measured(device))
     disk_cache.write_text("rates", device_key(device), rates.to_json())
     return rates
 
@@ -233,59 +219,15 @@ def _say_unmeasurable(device_type: str) -> None:
     log.warning("a %s device cannot be calibrated here: costs are taken from data sheets", device_type)
 
 
-def _stored(key: str) -> Rates | None:
-    try:
-        return Rates.from_json(disk_cache.read_text("rates", key) or "")
-    except disk_cache.UNUSABLE:
-        return None
+def _measured(device: torch.device) -> Rates:
+    def of_products(side: int, dtype: torch.dtype, count: int = 1) -> float:
+        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        return least_seconds(device, lambda: [left @ right for _ in range(count)]) / count
 
-
-def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
-    """Returns the rates of ``device``, each by the least time. ``compile_`` compiles fused arithmetic.
-
-    Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
-    """
-    every = {curve_name(recipe.rate, str(recipe.dtype).removeprefix("torch.")): recipe for recipe in recipes(device, compile_)}
-    now(f"calibrating {device}")
-    launch = timer(matmul(Place(device), TINY)[1])
-    # The cost of a call of compiled code does not depend on the arithmetic in it.
-    call = timer(compile_(torch.neg, torch.zeros(1, device=device)))
-    found: dict[str, Points] = {}
-    for name, recipe in every.items():
-        found[name] = _points(recipe, Place(device, recipe.dtype), timer)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return Rates(device_name(device), launch, _curves(every, found, launch, call, device.type == "cuda"))
-
-
-def _curves(
-    recipes: Mapping[str, Recipe], found: Mapping[str, Points], launch: float, call: float, is_card: bool
-) -> dict[str, Curve]:
-    """Returns the curves through measured points without the overhead of a launch or a call."""
-    curves = dict[str, Curve]()
-    for name, whole in sorted(found.items(), key=lambda pair: recipes[pair[0]].rate in FUSED):  # after that of streams
-        arithmetic, moving = FUSED.get(recipes[name].rate), dict.fromkeys(whole, 0.0)
-        overhead = launch if arithmetic is None else call
-        if arithmetic is not None and is_card:  # what a CPU's cache holds, a card moves
-            stream = curves[curve_name(Rate.STREAM)]
-            moving = {amount: stream.seconds(ELEMENT_BYTES * amount / arithmetic.times) for amount in whole}
-        if whole:
-            own = {amount: max(seconds - overhead - moving[amount], LEAST_SHARE * seconds) for amount, seconds in whole.items()}
-            curves[name] = Curve.through(own.items())
-    return curves
-
-
-def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:
-    """Returns seconds by amount, including the call; empty if the device has no such op for the type."""
-    points: Points = {}
-    for size in recipe.sizes:
-        try:
-            amount, run = recipe.prepare(place, size)
-            if points and max(points.values()) * amount / max(points) > LONGEST_RUN:
-                break
-            points[amount] = timer(run)
-        except RuntimeError:
-            if recipe.dtype is torch.float32 and not points:
-                raise
-            break
-    return points
+    side, by_type = SIDES[device.type], list[tuple[str, float]]()
+    for dtype in TYPES:
+        with contextlib.suppress(RuntimeError):  # the device has no such product
+            by_type.append((str(dtype).removeprefix("torch."), 2 * side**3 / of_products(side, dtype)))
+    left, right, out = (torch.zeros(STREAMED, device=device) for _ in range(3))
+    streaming = least_seconds(device, lambda: torch.add(left, right, out=out))
+    return Rates(of_products(TINY, torch.float32, LAUNCHES), 3 * out.nbytes / streaming, tuple(by_type))

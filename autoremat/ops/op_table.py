@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoremat.planner.cost.rates import Rate
+from autoremat.planner.cost.device import Rate
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private import compilers as compilers  # registers Inductor's own ops
 
@@ -26,8 +26,7 @@ class OpFacts:
     kind: Kind | None = None
     """The way in which Inductor computes the result; None if torch's ``pointwise`` tag decides."""
     rate: Rate | None = None
-    """The rate of the op's arithmetic, or of its memory accesses if these are indexed. Some kinds of convolutions have rates
-    of their own."""
+    """The class of the op's arithmetic, or of its memory accesses if these are indexed."""
     moves: bool = False
     """A pointwise op that reads other positions than it writes."""
     scatters: bool = False
@@ -50,7 +49,7 @@ class OpFacts:
     @property
     def is_product(self) -> bool:
         """True for matrix products, for which ATen may copy operands."""
-        return self.rate in (Rate.MATMUL, Rate.BATCHED_MATMUL)
+        return self.rate is Rate.MATMUL
 
     @property
     def is_attention(self) -> bool:
@@ -70,10 +69,10 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
      (aten._to_copy, aten.arange, aten.clone, aten.empty, aten.empty_like, aten.fill, aten.full, aten.full_like,
       aten.lift_fresh_copy, aten.masked_fill, aten.native_dropout_backward, aten.new_empty, aten.new_full, aten.new_zeros,
       aten.ones, aten.ones_like, aten.scalar_tensor, aten.sigmoid_backward, aten.tanh_backward, aten.threshold_backward,
-      aten.tril, aten.triu, aten.where, aten.zeros, aten.zeros_like, prims.broadcast_in_dim, prims.convert_element_type,
-      prims.device_put, prims.iota)),
+      aten.tril, aten.triu, aten.where, aten.zeros, aten.zeros_like, prims._low_memory_max_pool_offsets_to_indices,
+      prims.broadcast_in_dim, prims.convert_element_type, prims.device_put, prims.iota)),
     (OpFacts(kind=Kind.POINTWISE, moves=True),
-     (aten.cat, aten.constant_pad_nd, aten.flip, aten.repeat, aten.roll, prims.rev)),
+     (aten.cat, aten.constant_pad_nd, aten.flip, aten.repeat, aten.roll, aten.upsample_nearest2d, prims.rev)),
     (OpFacts(kind=Kind.POINTWISE, moves=True, by_strides=True, copies_storage=True),
      (aten.as_strided_scatter,)),
     (OpFacts(kind=Kind.POINTWISE, copies_storage=True),
@@ -84,10 +83,6 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
      (aten.gather, aten.index, aten.index_select)),
     (OpFacts(kind=Kind.POINTWISE, rate=Rate.SPECIAL),
      (aten.gelu_backward,)),
-    (OpFacts(kind=Kind.POINTWISE, rate=Rate.WINDOW, moves=True),
-     (aten.upsample_nearest2d,)),
-    (OpFacts(kind=Kind.POINTWISE, rate=Rate.WINDOW),
-     (prims._low_memory_max_pool_offsets_to_indices,)),
     # Reductions.
     (OpFacts(kind=Kind.REDUCTION),
      (aten.all, aten.amax, aten.amin, aten.aminmax, aten.any, aten.linalg_vector_norm, aten.mean, aten.norm, aten.prod,
@@ -102,21 +97,21 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
     (OpFacts(kind=Kind.REDUCTION, rate=Rate.NORMALISATION, sorts_on_cpu=True),
      (aten.native_layer_norm,)),
     # Scatters: one loop computes and writes the new elements of a copy of the first argument.
-    (OpFacts(kind=Kind.REDUCTION, rate=Rate.SCATTER, scatters=True, adds=True, sorts_on_cpu=True),
+    (OpFacts(kind=Kind.REDUCTION, scatters=True, adds=True, sorts_on_cpu=True),
      (aten.scatter_add,)),
-    (OpFacts(kind=Kind.REDUCTION, rate=Rate.SCATTER, scatters=True),
+    (OpFacts(kind=Kind.REDUCTION, scatters=True),
      (aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate)),
-    (OpFacts(kind=Kind.REDUCTION, rate=Rate.SCATTER, scatters=True, sorts_on_cpu=True),
+    (OpFacts(kind=Kind.REDUCTION, scatters=True, sorts_on_cpu=True),
      (aten.index_put, aten.scatter)),
     # All others: the kind follows from torch's tag.
     (OpFacts(by_strides=True),
      (aten.as_strided,)),
     (OpFacts(chooses=True),
-     (aten.bucketize, aten.max.dim, aten.min.dim, aten.searchsorted)),
+     (aten.argsort, aten.bucketize, aten.kthvalue, aten.max.dim, aten.min.dim, aten.searchsorted)),
     (OpFacts(expands=True),
      (aten.mvlgamma,)),
     (OpFacts(rate=Rate.MATMUL),
-     (aten._scaled_mm, aten.addmm, aten.mm)),
+     (aten._scaled_mm, aten.addmm, aten.baddbmm, aten.bmm, aten.mm)),
     (OpFacts(rate=Rate.ATTENTION),
      (aten._efficient_attention_forward, aten._flash_attention_forward, aten._scaled_dot_product_cudnn_attention,
       aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_flash_attention,
@@ -125,8 +120,6 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
      (aten._efficient_attention_backward, aten._flash_attention_backward,
       aten._scaled_dot_product_cudnn_attention_backward, aten._scaled_dot_product_efficient_attention_backward,
       aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_flash_attention_for_cpu_backward)),
-    (OpFacts(rate=Rate.BATCHED_MATMUL),
-     (aten.baddbmm, aten.bmm)),
     (OpFacts(rate=Rate.CONVOLUTION),
      (aten._convolution, aten.convolution, aten.convolution_overrideable, aten.cudnn_convolution)),
     (OpFacts(rate=Rate.CONVOLUTION_BACKWARD),
@@ -146,35 +139,18 @@ ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
       aten.native_group_norm_backward)),
     (OpFacts(rate=Rate.NORMALISATION, sorts_on_cpu=True),
      (aten.native_batch_norm, aten.native_layer_norm_backward)),
-    (OpFacts(rate=Rate.SCAN),
-     (aten._cummax_helper, aten.cumprod, aten.cumsum, aten.logcumsumexp)),
-    (OpFacts(rate=Rate.SCAN, sorts_on_cpu=True),
-     (aten.cummax, aten.cummin)),
-    (OpFacts(rate=Rate.SCATTER, adds=True),
+    (OpFacts(adds=True),
      (aten.scatter_reduce,)),
-    (OpFacts(rate=Rate.SCATTER),
-     (aten.index_copy, aten.masked_scatter, aten.put)),
-    (OpFacts(rate=Rate.SCATTER, sorts_on_cpu=True),
-     (aten.embedding_dense_backward, aten.index_add)),
-    (OpFacts(rate=Rate.SORT, chooses=True),
-     (aten.argsort, aten.kthvalue)),
-    (OpFacts(rate=Rate.SORT, chooses=True, sorts_on_cpu=True),
+    (OpFacts(sorts_on_cpu=True),
+     (aten.cummax, aten.cummin, aten.embedding_dense_backward, aten.index_add)),
+    (OpFacts(chooses=True, sorts_on_cpu=True),
      (aten.median, aten.mode, aten.sort, aten.topk)),
-    (OpFacts(rate=Rate.SORT),
-     (aten._unique2, aten.unique_dim)),
     (OpFacts(rate=Rate.TANH, computed_once=True),
      (aten.tanh,)),
     (OpFacts(rate=Rate.SPECIAL),
      (aten._thnn_fused_gru_cell, aten._thnn_fused_gru_cell_backward, aten._thnn_fused_lstm_cell,
       aten._thnn_fused_lstm_cell_backward_impl, aten.acos, aten.asin, aten.atan, aten.atan2, aten.cosh, aten.digamma,
       aten.erf, aten.erfc, aten.erfinv, aten.gelu, aten.lgamma, aten.pow, aten.sinh, aten.tan)),
-    (OpFacts(rate=Rate.WINDOW),
-     (aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d, aten.adaptive_max_pool2d,
-      aten.avg_pool2d, aten.avg_pool2d_backward, aten.avg_pool3d, aten.avg_pool3d_backward, aten.col2im,
-      aten.grid_sampler_2d, aten.grid_sampler_2d_backward, aten.im2col, aten.max_pool2d_with_indices,
-      aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices, aten.upsample_bicubic2d,
-      aten.upsample_bicubic2d_backward, aten.upsample_bilinear2d, aten.upsample_bilinear2d_backward,
-      aten.upsample_nearest2d_backward, prims._low_memory_max_pool_with_offsets)),
 )
 """The rows of the table: facts, and the ops that have them."""
 # fmt: on

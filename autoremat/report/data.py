@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoremat.basics.codec import Codec, plain
-from autoremat.planner.cost.rates import Pricing
+from autoremat.planner.cost.device import Pricing
 from autoremat.planner.graph.op import Value
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan

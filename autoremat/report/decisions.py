@@ -348,18 +348,13 @@ class StoredTensors:
     @cached_property
     def stall_seconds_at_best(self) -> float:
         """The same at the whole rate of the link."""
-        return stalls_of(self.plan.graph, self.plan.schedule, 1 / PLANNED_SHARE).seconds
+        return sum(stalls_of(self.plan.graph, self.plan.schedule, 1 / PLANNED_SHARE))
 
     @property
     def figures(self) -> list[tuple[str, str]]:
         """The rows of a report beside its attributes, each with its name."""
-        rows, stalls = [("other forms", "; ".join(total.text for total in self.totals))], self.plan.stalls
+        rows = [("other forms", "; ".join(total.text for total in self.totals))]
         if self.moved_bytes:
             at_best = f"{format_seconds(self.stall_seconds_at_best)} at the link's whole rate, not {PLANNED_SHARE:.0%} of it"
             rows.append(("copies", f"{format_bytes(self.moved_bytes)} to the host and back in a call; stalls {at_best}"))
-        if stalls.both_ways_seconds:
-            share = min(self.plan.graph.values[stay.value].form(stay.form).load.both_ways for stay in self.plan.schedule.stays)
-            at_once, slower = format_seconds(stalls.both_ways_seconds), f"{share:.0%} of their rates then"
-            text = f"copies run in both at once for {at_once}; they have {slower}, which is not counted"
-            rows.append(("both directions", text))
         return rows

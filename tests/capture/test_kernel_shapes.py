@@ -17,7 +17,7 @@ from wrapper_sources import replay_peak
 import autoremat
 from autoremat.capture.pricing import product_type, shapes_of
 from autoremat.planner.cost.datasheets import TF32
-from autoremat.planner.cost.rates import Attention, AttentionKernel, Product
+from autoremat.planner.cost.device import Attention, AttentionKernel, Product
 
 aten = torch.ops.aten
 

@@ -11,11 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.capture.pricing import arithmetic_of
 from autoremat.compiler import compile_loop, joint_graph, lowering, reference
 from autoremat.options.options import Options
 from autoremat.passes import run_passes, state_layout_copies
-from autoremat.planner.cost.rates import Rate
 from autoremat.planner.graph.op import Constraint
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
@@ -97,25 +95,6 @@ def test_results_and_other_dimensions_are_not_copied():
     volume = traced(lambda x, weight: F.conv3d(x, weight), torch.randn(2, 4, 8, 8, 8), torch.randn(4, 4, 3, 3, 3))
     computed = traced(lambda x, weight: F.conv2d(x.relu(), weight.relu()), torch.randn(2, 4, 8, 8), torch.randn(4, 4, 3, 3))
     assert [run_passes(module, state_layout_copies)[0] for module in (line, volume, computed)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("function", "shape", "rate"),
-    [
-        (lambda x: x.clone(memory_format=torch.channels_last), (2, 4, 8, 8), Rate.LAYOUT),
-        (lambda x: x.clone(memory_format=torch.channels_last), (2, 4, 1, 1), Rate.CHEAP),
-        (lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format), (2, 4, 8, 8), Rate.CHEAP),
-        (lambda x: x.transpose(2, 3).clone(memory_format=torch.contiguous_format), (2, 4, 8, 8), Rate.LAYOUT),
-        (lambda x: x.clone(), (2, 4, 8, 8), Rate.CHEAP),
-        (lambda x: x.expand(2, 4, 8, 8).clone(), (2, 4, 8, 1), Rate.LAYOUT),
-        (lambda x: x.expand(2, 4, 8, 8).clone(), (1, 1, 1, 1), Rate.CHEAP),
-        (lambda x: x.clone(), (), Rate.CHEAP),
-    ],
-    ids=["to channels-last", "of single pixels", "of whole rows", "transposed", "as it is", "of columns", "of one", "scalar"],
-)
-def test_a_copy_in_which_another_dimension_is_dense_has_a_price_of_its_own(function, shape, rate):
-    (copy,) = traced(function, torch.randn(shape)).graph.find_nodes(op="call_function", target=aten.clone.default)
-    assert [task.rate for task in arithmetic_of(copy).tasks] == [rate]
 
 
 def test_a_budget_has_copies_made_again_and_the_code_keeps_to_it(monkeypatch):

@@ -1,4 +1,4 @@
-"""The rates of a device by its data sheet, and the seconds of an op from them.
+"""The rates of a device by its data sheet or as measured, the work of ops, and the seconds of an op from both.
 
     seconds  =  launch  +  max(FLOPs, memory traffic, other arithmetic)
 
@@ -10,10 +10,13 @@ more keys per query.
 
 from __future__ import annotations
 
+import enum
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autoremat.basics.codec import Codec, plain
 from autoremat.planner.cost.datasheets import (
     ATTENTION_BACKWARD,
     DOUBLE_SHARE,
@@ -32,15 +35,8 @@ from autoremat.planner.cost.datasheets import (
     datasheet_name,
     efficiencies,
 )
-from autoremat.planner.cost.rates import (
-    BYTE_RATES,
-    FLOP_RATES,
-    Attention,
-    AttentionKernel,
-    Product,
-    Rate,
-    Work,
-)
+
+CODEC = Codec()
 
 CPU_FLOPS_PER_CORE = 48e9
 """float32 FLOP/s: two 8-wide fused multiply-add units at about 3 GHz, halved for the rate of real kernels."""
@@ -67,14 +63,108 @@ CAUSAL_KEYS = 0.25
 HEAD_WIDTHS = {64: 0.76, 96: 0.90, 128: 1.0, 192: 1.0, 256: 1.05}
 """Widths of heads that attention kernels are compiled for, with their rates as shares of that of 128."""
 
+
+class Rate(enum.Enum):
+    """Classes of ops by what limits them."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention_backward"
+    CONVOLUTION = "convolution"
+    CONVOLUTION_BACKWARD = "convolution_backward"
+    GATHER = "gather"
+    CHEAP = "cheap"
+    """Additions, multiplications, comparisons."""
+    DIVISION = "division"
+    """Quotients and square roots."""
+    EXPONENTIAL = "exponential"
+    """Also logarithms and sigmoids."""
+    TANH = "tanh"
+    SPECIAL = "special"
+    """Error functions and powers."""
+    RANDOM = "random"
+    NORMALISATION = "normalisation"
+
+
 SPECIALS = {
     Rate.CHEAP: 0.1, Rate.DIVISION: 0.5, Rate.EXPONENTIAL: 2.2, Rate.TANH: 2.2, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4,
-    Rate.REDUCTION: 0.1, Rate.NORMALISATION: 2.2, Rate.LAYOUT: 0.1,
+    Rate.NORMALISATION: 2.2,
 }  # fmt: skip
 """Time of an element's arithmetic, as a multiple of that of one result of the special function units.
 
 Measured on an H100 (`benchmarks/gpu_rates.py`): a multiplication and an addition 0.1, rsqrt (which counts twice) 1.0, exp 1.4,
 sigmoid 2.0, tanh 2.2, log 3.8, erf 4.1, a random number by Philox 13.4."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """``count`` products of a matrix of ``rows`` × ``inner`` with one of ``inner`` × ``columns``."""
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+
+
+class AttentionKernel(enum.Enum):
+    """The origin of a kernel of fused attention."""
+
+    NEWEST = "FlashAttention 3 and later"
+    CUDNN = "cuDNN"
+    AMPERE = "written for Ampere"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Fused attention over heads of ``width`` elements, with ``keys`` per query; half of them if it is ``causal``."""
+
+    width: int
+    keys: int
+    causal: bool
+    backward: bool = False
+    kernel: AttentionKernel = AttentionKernel.NEWEST
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one op does."""
+
+    flops: float = 0.0
+    dtype: str = "float32"
+    """The type of the operands of ``flops``."""
+    moved_bytes: float = 0.0
+    specials: float = 0.0
+    """Results of special function units that take as long as its other arithmetic."""
+    launches: bool = False
+    """True if the op is a kernel of its own, which costs a launch."""
+    shapes: tuple[Product, ...] | Attention = ()
+    """The matrix products of a library kernel, or its attention."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device was measured to reach. Raises ``ValueError`` for impossible figures."""
+
+    launch_seconds: float
+    bytes_per_second: float
+    flops_by_type: tuple[tuple[str, float], ...]
+    """FLOP/s of matrix products by the element type of their operands, float32 among them."""
+
+    def __post_init__(self) -> None:
+        by_type = dict(self.flops_by_type)
+        figures = (self.launch_seconds, self.bytes_per_second, *by_type.values())
+        if "float32" not in by_type or not all(0 < figure < math.inf for figure in figures):
+            raise ValueError(f"{self} are no rates: all must be finite and above 0, that of float32 among them")
+
+    def to_json(self) -> str:
+        """Returns the rates as JSON; :meth:`from_json` reads it back."""
+        return json.dumps(plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Rates:
+        """Returns the rates that :meth:`to_json` wrote. Raises ``ValueError`` or ``TypeError`` on anything else."""
+        found: Rates = CODEC.read(cls, json.loads(text))
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,15 +188,22 @@ class Device:
     """Share of the seconds to write and read a byte that the write takes."""
     overlaps_wholly: bool = True
     """True if a fused kernel takes only the longer of its arithmetic and its traffic."""
+    launch_seconds: float = 0.0
+    """Seconds of a kernel that does nothing."""
 
     def of_type(self, dtype: str) -> Device:
         """Returns the device with the rate of matrix products of ``dtype``: a name of torch's, or :data:`TF32`."""
         return replace(self, flops_per_second=self.flops_by_type.get(dtype, self.flops_per_second))
 
-    @property
-    def launch_seconds(self) -> float:
-        """Seconds of a kernel that does nothing."""
-        return 0.0 if self.efficiencies is None else self.efficiencies.launch_seconds
+    def with_rates(self, rates: Rates) -> Device:
+        """Returns the device with measured rates in place of those of its data sheet."""
+        by_type = dict(rates.flops_by_type)
+        single = by_type["float32"]  # torch's setting decides on TF32, here and in the measurement
+        by_type = {**self.flops_by_type, **by_type, TF32: single}
+        return replace(
+            self, flops_per_second=single, bytes_per_second=rates.bytes_per_second, flops_by_type=by_type,
+            launch_seconds=rates.launch_seconds,
+        )  # fmt: skip
 
     @property
     def saving_seconds_per_byte(self) -> float:
@@ -115,17 +212,12 @@ class Device:
 
     def seconds(self, work: Work) -> float:
         """Returns the seconds of one op: the longest of its FLOPs, its traffic and its other arithmetic, and a launch."""
-        products = [task for task in work.tasks if task.rate in FLOP_RATES]
-        device = self.of_type(products[0].dtype) if products else self
-        flops = sum(task.amount * task.count for task in products)
-        moved = sum(task.amount * task.count for task in work.tasks if task.rate in BYTE_RATES)
-        arithmetic = 0.0
-        if self.specials_per_second:
-            specials = (SPECIALS.get(task.rate, 0.0) * task.amount * task.count for task in work.tasks)
-            arithmetic = sum(specials) / self.specials_per_second
+        device = self.of_type(work.dtype) if work.flops else self
+        arithmetic = work.specials / self.specials_per_second if self.specials_per_second else 0.0
         if work.launches:
-            return max(device.kernel_seconds(flops, moved, work.shapes), self.launch_seconds + arithmetic)
-        return max(flops / device.flops_per_second, moved / self.bytes_per_second, arithmetic)
+            seconds = device.kernel_seconds(work.flops, work.moved_bytes, work.shapes)
+            return max(seconds, self.launch_seconds + arithmetic)
+        return max(work.flops / device.flops_per_second, work.moved_bytes / self.bytes_per_second, arithmetic)
 
     def kernel_seconds(self, flops: float, bytes_moved: float, shapes: tuple[Product, ...] | Attention = ()) -> float:
         """Returns the seconds of a library kernel, or of one kernel for each of several products.
@@ -133,12 +225,10 @@ class Device:
         Without efficiencies of the device, they are the larger of the seconds of ``flops`` and of ``bytes_moved``.
         """
         reached, traffic = self.efficiencies, bytes_moved / self.bytes_per_second
-        if reached is None:
-            return max(flops / self.flops_per_second, traffic)
+        if reached is None or not shapes:
+            return self.launch_seconds + max(flops / self.flops_per_second, traffic)
         if isinstance(shapes, Attention):
-            return reached.launch_seconds + max(flops / _attention_rate(shapes, self, reached), traffic)
-        if not shapes:
-            return reached.launch_seconds + max(flops / self.flops_per_second, traffic)
+            return self.launch_seconds + max(flops / _attention_rate(shapes, self, reached), traffic)
         waves = sum(_seconds_of_waves(product, self, reached) for product in shapes)
         return len(shapes) * reached.product_seconds + max(waves, traffic * reached.stream / reached.operands)
 
@@ -190,7 +280,7 @@ def cuda_device(name: str) -> Device:
     specials = SPECIAL_UNITS * sheet.single_flops / (2 * FEW_LANES.get(sheet.capability, LANES))  # the clock is that of lanes
     return Device(
         name, single, sheet.bandwidth * reached.stream, allocation_bytes=512, multiprocessors=sheet.multiprocessors,
-        efficiencies=reached, flops_by_type=by_type, specials_per_second=specials,
+        efficiencies=reached, flops_by_type=by_type, specials_per_second=specials, launch_seconds=reached.launch_seconds,
     )  # fmt: skip
 
 
@@ -202,3 +292,16 @@ def cpu_device(threads: int) -> Device:
     """
     bandwidth = min(threads * CPU_BYTES_PER_SECOND_PER_CORE, CPU_MAX_BYTES_PER_SECOND)
     return Device("cpu", threads * CPU_FLOPS_PER_CORE, bandwidth, write_share=2 / 3, overlaps_wholly=False)
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """The cost model of a graph, and the share of each cost source in the step's predicted seconds."""
+
+    cost_model: str
+    calibrated_share: float
+    """Measured rates of the device. Measured or given rates of a process group."""
+    assumed_share: float
+    """Data sheets."""
+    interconnect: str = ""
+    """The rates of the process groups with their sources, as text; empty if no op communicates."""

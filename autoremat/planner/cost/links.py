@@ -10,8 +10,7 @@ slowly. The best choice costs twice the square root of latency and sending more.
 ring. An all-reduce sends twice that, because it is a reduce-scatter and a gather.
 
 The two directions to and from the host have rates of their own, and reach less than these while both copy. The copies of one
-step hardly do: loads begin in the backward, and the last stores may end there. So plans count each direction alone, and reports
-tell what both at once would cost.
+step hardly do: loads begin in the backward, and the last stores may end there. So plans count each direction alone.
 """
 
 from __future__ import annotations
@@ -192,15 +191,11 @@ class HostLink:
     to_host: float
     from_host: float
     latency_seconds: float = LATENCY_SECONDS
-    both_ways: float = 1.0
-    """The share of its rate that each direction has while both copy."""
 
     def __post_init__(self) -> None:
-        possible = all(0 < rate < float("inf") for rate in (self.to_host, self.from_host)) and 0 < self.both_ways <= 1
-        if not (possible and 0 <= self.latency_seconds < float("inf")):
-            raise ValueError(
-                f"{self} is no host link: rates above 0 and a latency of at least 0 must be finite, and a share at most 1"
-            )
+        possible = all(0 < rate < math.inf for rate in (self.to_host, self.from_host))
+        if not (possible and 0 <= self.latency_seconds < math.inf):
+            raise ValueError(f"{self} is no host link: rates above 0 and a latency of at least 0 must be finite")
 
 
 # Sources: rates measured with pinned memory. The lowest ones count, because the ranks of a node copy at the same time.
@@ -217,13 +212,6 @@ HOST_PCI_EXPRESS_5 = (55.0 * GB, 55.0 * GB)
 ONE_BOARD = {"GH200": (170.0 * GB, 342.0 * GB), "GB200": (182.0 * GB, 169.0 * GB), "GB300": (182.0 * GB, 169.0 * GB)}
 """Rates to the host and from it of devices on one board with their CPU (NVLink-C2C)."""
 
-# Sources: an A100's copies to the host keep 24 of 25 GB/s, those from it 11 to 13 (NVIDIA/nvbandwidth, issues 11 and 53): equal
-# bytes in both directions take 1.5 times as long as in one. An H100 keeps 0.84 to 0.95 of 55 GB/s
-# (benchmarks/results/gpu_rows.jsonl). A GB300 keeps 172 and 175 of 377 and 359 GB/s, because the host's
-# memory serves both (stas00/ml-engineering, network/README.md); a GH200 about half (NVIDIA/nvbandwidth, issue 41).
-BOTH_WAYS, BOTH_WAYS_OF_5, BOTH_WAYS_ON_ONE_BOARD = 0.66, 0.84, 0.48
-"""Shares of the rates that remain while both directions copy: PCI Express, its version 5, and beside a CPU on one board."""
-
 UNIFIED = ("cpu", "mps", "Apple", "GB10", "Thor", "Orin", "Xavier", "MI300A")
 """Words in the names of devices that share the memory of their host."""
 
@@ -235,17 +223,14 @@ def assumed_host_link(device: str) -> HostLink | None:
     """
     if any(contains_word(word, device) for word in UNIFIED):
         return None
-    rates = next((rates for board, rates in ONE_BOARD.items() if contains_word(board, device)), None)
-    if rates is not None:
-        return HostLink(*rates, both_ways=BOTH_WAYS_ON_ONE_BOARD)
-    rates = HOST_PCI_EXPRESS.get((datasheet(device) or UNKNOWN_GPU).capability[0])
-    return HostLink(*HOST_PCI_EXPRESS_5, both_ways=BOTH_WAYS_OF_5) if rates is None else HostLink(*rates, both_ways=BOTH_WAYS)
+    rates = HOST_PCI_EXPRESS.get((datasheet(device) or UNKNOWN_GPU).capability[0], HOST_PCI_EXPRESS_5)
+    return HostLink(*next((own for board, own in ONE_BOARD.items() if contains_word(board, device)), rates))
 
 
 def host_form(value_bytes: int, link: HostLink) -> Form:
     """Returns the form that keeps a value on the host, with the seconds of :data:`PLANNED_SHARE` of the rates of ``link``."""
 
     def copy(engine: Engine, rate: float) -> Transfer:
-        return Transfer(engine, (link.latency_seconds + value_bytes / rate) / PLANNED_SHARE, both_ways=link.both_ways)
+        return Transfer(engine, (link.latency_seconds + value_bytes / rate) / PLANNED_SHARE)
 
     return Form("host", copy(Engine.TO_HOST, link.to_host), copy(Engine.FROM_HOST, link.from_host), host_bytes=value_bytes)

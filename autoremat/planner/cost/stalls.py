@@ -13,14 +13,10 @@ Of transfers that are issued at the same moment, the one whose end is awaited fi
 compute stream itself, so its transfers only add their seconds. A store has ended before its load is issued, because the stream
 waits for it at ``free``. So no load waits for its store.
 
-Copies in the two directions do not slow each other down here. They hardly run at once, and :attr:`Stalls.both_ways_seconds`
-tells for how long.
+Copies in the two directions do not slow each other down here, because they hardly run at once.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,45 +30,19 @@ LOAD, NEED, STORE, FREE = range(4)
 """The events of a stay, in the sequence in which they occur at one execution. It runs between ``NEED`` and ``STORE``."""
 
 
-@dataclass(frozen=True)
-class Stalls:
-    """The seconds that the stays of a schedule add to its step."""
-
-    waits: tuple[float, ...]
-    """For each execution, the seconds that the compute stream waits before and after it, or transfers itself."""
-    times: Mapping[Engine, Sequence[tuple[float, float]]]
-    """For each engine, when its transfers begin and end."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the compute stream waits or transfers itself, in the whole step."""
-        return sum(self.waits)
-
-    @property
-    def both_ways_seconds(self) -> float:
-        """Seconds during which copies run to the host and from it at once."""
-        loads, found, first = self.times[Engine.FROM_HOST], 0.0, 0
-        for begin, end in self.times[Engine.TO_HOST]:
-            while first < len(loads) and loads[first][1] <= begin:
-                first += 1
-            found += sum(max(0.0, min(end, other_end) - max(begin, other)) for other, other_end in loads[first:])
-        return found
-
-
-def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDArray[np.float64] | None = None) -> Stalls:
-    """Returns the stalls of ``schedule``.
+def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDArray[np.float64] | None = None) -> list[float]:
+    """Returns, for each execution, the seconds that the compute stream waits before and after it, or transfers itself.
 
     Engines run at ``speed`` times the planned rate; the compute stream keeps its own. Callers that judge many stays give the
     ``seconds`` of the executions, because :func:`durations` does not depend on stays.
     """
     waits = [0.0] * len(schedule.sequence)
-    times: dict[Engine, list[tuple[float, float]]] = {engine: [] for engine in Engine}
     if not schedule.stays:
-        return Stalls(tuple(waits), times)
+        return waits
     lasting = durations(graph, schedule) if seconds is None else seconds
     begins = np.concatenate([[0.0], np.cumsum(lasting)]).tolist()
     idle_from, ends, waited = dict.fromkeys(Engine, 0.0), dict[tuple[int, int], float](), 0.0
-    forms = {stay.value: graph.values[stay.value].form(stay.form) for stay in schedule.stays}
+    forms = schedule.forms(graph)
     for position, event, _, value in sorted(event for stay in schedule.stays for event in _events(stay)):
         now = begins[position + (event >= STORE)] + waited
         if event in (NEED, FREE):
@@ -82,12 +52,10 @@ def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDA
             is_compute = transfer.engine is Engine.COMPUTE
             lasts = transfer.seconds if is_compute else transfer.seconds / speed
             wait = lasts if is_compute else 0.0
-            begun = max(now, idle_from[transfer.engine])
-            idle_from[transfer.engine] = ends[value, event + 1] = begun + lasts
-            times[transfer.engine].append((begun, begun + lasts))
+            idle_from[transfer.engine] = ends[value, event + 1] = max(now, idle_from[transfer.engine]) + lasts
         waits[position] += wait
         waited += wait
-    return Stalls(tuple(waits), times)
+    return waits
 
 
 def _events(stay: Stay) -> tuple[tuple[int, int, int, int], ...]:

@@ -209,8 +209,6 @@ class Transfer:
     seconds: float
     temporary_bytes: int = 0
     """Bytes on the device beside source and result, from the issue until the end."""
-    both_ways: float = 1.0
-    """The share of the rate that a copy has while others run in the other direction."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.durations import durations, traffic_of
-from autoremat.planner.cost.stalls import Stalls, stalls_of
+from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role
 from autoremat.planner.graph.schedule import Schedule
@@ -114,14 +114,9 @@ class Plan(Shown):
         return sum(map(traffic_of(self.graph).recompute_seconds.__getitem__, self.recomputed))
 
     @cached_property
-    def stalls(self) -> Stalls:
-        """The waits for the transfers of stays, by the cost model."""
-        return stalls_of(self.graph, self.schedule)
-
-    @property
     def stall_seconds(self) -> float:
         """Seconds that the step waits for transfers of stays, by the cost model."""
-        return self.stalls.seconds
+        return sum(stalls_of(self.graph, self.schedule))
 
     @cached_property
     def added_seconds(self) -> float:

@@ -75,7 +75,7 @@ def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) ->
             if excess > 0:
                 goal = min(goal, budget) - excess
                 continue
-            seconds = stalls_of(plan.graph, schedule, seconds=grouped.seconds).seconds
+            seconds = sum(stalls_of(plan.graph, schedule, seconds=grouped.seconds))
             if seconds < least:
                 best, least = found, seconds
     return best

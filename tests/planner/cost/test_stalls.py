@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from autoremat.planner.cost.datasheets import DATASHEETS, GB
 from autoremat.planner.cost.links import HostLink, assumed_host_link, host_form
-from autoremat.planner.cost.stalls import Stalls, stalls_of
+from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
-from autoremat.report.decisions import StoredTensors
 
 TO_HOST, FROM_HOST, COMPUTE, NETWORK = Engine.TO_HOST, Engine.FROM_HOST, Engine.COMPUTE, Engine.NETWORK
 
 
-def form(store: float, load: float, engines: tuple[Engine, Engine] = (TO_HOST, FROM_HOST), both_ways: float = 1.0) -> Form:
-    return Form("away", Transfer(engines[0], store), Transfer(engines[1], load, both_ways=both_ways), host_bytes=1)
+def form(store: float, load: float, engines: tuple[Engine, Engine] = (TO_HOST, FROM_HOST)) -> Form:
+    return Form("away", Transfer(engines[0], store), Transfer(engines[1], load), host_bytes=1)
 
 
 def chain(seconds: list[float], forms: dict[int, Form]) -> tuple[Graph, Schedule]:
@@ -41,13 +40,7 @@ def waits(forms: dict[int, Form], *stays: tuple[int, int, int, int, int], speed:
     graph, schedule = chain([1.0] * 8, forms)
     kept = tuple(Stay(value, "away", *positions) for value, *positions in stays)
     found = stalls_of(graph, replace(schedule, stays=kept), speed)
-    assert found.seconds == sum(found.waits)
-    return {at: wait for at, wait in enumerate(found.waits) if wait}
-
-
-def busy(found: Stalls) -> dict[Engine, float]:
-    """The seconds of the transfers of each engine."""
-    return {engine: sum(end - begin for begin, end in times) for engine, times in found.times.items()}
+    return {at: wait for at, wait in enumerate(found) if wait}
 
 
 def test_transfers_of_the_compute_stream_take_their_time_at_any_speed():
@@ -61,20 +54,6 @@ def test_a_faster_link_shortens_transfers():
     forms = {0: form(3.0, 3.0)}
     assert waits(forms, (0, 0, 2, 6, 7)) == {2: 1.0, 7: 2.0}
     assert waits(forms, (0, 0, 2, 6, 7), speed=1.5) == {7: 1.0}
-    graph, schedule = chain([1.0] * 8, forms)
-    schedule = replace(schedule, stays=(Stay(0, "away", 0, 2, 6, 7),))
-    assert busy(stalls_of(graph, schedule, 1.5)) == {TO_HOST: 2.0, FROM_HOST: 2.0, COMPUTE: 0.0, NETWORK: 0.0}
-
-
-def test_copies_in_both_directions_at_once_are_told():
-    """The store of value 1 lasts from 2 to 5.5 s, the load of value 0 from 5 to 6.5 s."""
-    graph, schedule = chain([1.0] * 8, {0: form(0.0, 1.5, both_ways=0.6), 1: form(3.5, 0.0)})
-    early, late = Stay(0, "away", 0, 1, 5, 7), Stay(1, "away", 1, 5, 6, 6)
-    assert stalls_of(graph, replace(schedule, stays=(early, late))).both_ways_seconds == 0.5
-    assert stalls_of(graph, replace(schedule, stays=(early,))).both_ways_seconds == 0.0
-    plan = Plan.of(graph, replace(schedule, stays=(early, late)))
-    (told,) = (text for name, text in StoredTensors(plan).figures if name == "both directions")
-    assert told.startswith("copies run in both at once for 500.00 ms; they have 60% of their rates")
 
 
 def test_a_plan_adds_its_stalls():
@@ -154,7 +133,7 @@ def waits_second_by_second(graph: Graph, schedule: Schedule) -> list[float]:
 @settings(max_examples=200)
 @given(stored_chains())
 def test_waits_are_those_of_a_count_second_by_second(case):
-    assert list(stalls_of(*case).waits) == waits_second_by_second(*case)
+    assert stalls_of(*case) == waits_second_by_second(*case)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +162,14 @@ def test_every_card_has_a_link_that_is_slower_than_its_memory():
         assert 0 < max(link.to_host, link.from_host) < sheet.bandwidth / 4
 
 
-@pytest.mark.parametrize(
-    "impossible", [{"to_host": 0.0}, {"from_host": math.inf}, {"latency_seconds": -1e-6}, {"both_ways": 1.5}]
-)
+@pytest.mark.parametrize("impossible", [{"to_host": 0.0}, {"from_host": math.inf}, {"latency_seconds": -1e-6}])
 def test_an_impossible_link_is_refused(impossible):
     with pytest.raises(ValueError, match="is no host link"):
         replace(HostLink(1e9, 1e9), **impossible)
 
 
 def test_a_value_on_the_host_has_the_seconds_of_the_planned_share_of_the_rates():
-    form = host_form(1000, HostLink(to_host=100.0, from_host=200.0, latency_seconds=2.0, both_ways=0.5))
-    assert form.store.both_ways == form.load.both_ways == 0.5
+    form = host_form(1000, HostLink(to_host=100.0, from_host=200.0, latency_seconds=2.0))
     assert (form.name, form.host_bytes, form.device_bytes, form.ranks) == ("host", 1000, 0, ())
     assert (form.store.engine, form.load.engine) == (Engine.TO_HOST, Engine.FROM_HOST)
     assert (form.store.seconds, form.load.seconds) == pytest.approx((12.0 / 0.8, 7.0 / 0.8))

@@ -90,7 +90,7 @@ def optimum(graph: Graph, budget: int, most_stored: int = 2) -> float:
                 for stay in stays:
                     bytes_at[stay.free + 1 : stay.load] -= graph.values[stay.value].bytes
                 if bytes_at.max() <= budget:
-                    stalls = stalls_of(graph, dataclasses.replace(schedule, stays=stays), seconds=seconds).seconds
+                    stalls = sum(stalls_of(graph, dataclasses.replace(schedule, stays=stays), seconds=seconds))
                     best = min(best, plan.added_seconds + stalls)
     return best
 
