@@ -67,7 +67,7 @@ def measured(step: Step, budget: float | int | str, plain: int = 0) -> tuple[int
 
 def named(message: str) -> int:
     """The bytes that a warning says are needed."""
-    found = re.search(r"(?:needs |that is |so far )(?:up to )?([\d.]+ [KM]iB)", message)
+    found = re.search(r"needs up to ([\d.]+ [KM]iB)", message)
     assert found is not None, message
     return text_to_bytes(found[1].replace(" ", ""), "bytes", "")
 
@@ -157,40 +157,6 @@ def test_the_bytes_are_those_that_are_measured(step):
     peak, said, _ = measured(step, 0.65)
     assert peak <= named(said[0]) * 1.001
     assert named(said[0]) <= peak * (1.01 if step is kept else 1.5)
-
-
-def test_the_named_budget_leaves_the_room():
-    net, x = model(16), torch.randn(ROWS, WIDTH)
-    peaks, budget = [], 0.9
-    for _ in range(2):
-        torch.compiler.reset()
-        compiled = torch.compile(
-            lambda x: net(x).square().mean(), backend="autoremat", options={**EAGER, "memory_budget": budget}
-        )
-        compiled(x)
-        with pytest.warns(BudgetWarning) as caught, autoremat.track_peak("cpu") as peak:
-            kept(compiled, x)
-        net.zero_grad()
-        peaks.append((peak.bytes, autoremat.reports()[-1].budget_bytes))
-        for found in re.findall(r"memory_budget=(\d+)", str(caught[0].message)):
-            budget = int(found)
-    (first, limit), (second, lower) = peaks
-    assert lower < limit < first
-    assert second <= limit
-
-
-def test_as_many_gradients_at_once_as_are_named_are_within_the_budget():
-    _, said, limit = measured(batched, "3MiB")
-    (found,) = re.findall(r"at most (\d+) at once", said[0])
-    torch.compiler.reset()
-
-    def so_many(f: Callable[..., Any], x: Tensor) -> object:
-        return torch.autograd.grad(f(x), PARAMETERS, torch.eye(8)[: int(found)], is_grads_batched=True)
-
-    peak, said, _ = measured(so_many, limit)
-    assert 1 < int(found) < 8
-    assert peak <= limit
-    assert not said
 
 
 def test_each_function_is_told_of_once():

@@ -207,7 +207,7 @@ def test_a_broken_step_over_its_share_warns():
     model, x = blocks(8), torch.randn(512, 64)
     model[6].register_full_backward_hook(lambda *_: None)
     step = compiled(model)
-    with pytest.warns(autoremat.BudgetWarning, match="the graphs of a broken function need .* over the"):
+    with pytest.warns(autoremat.BudgetWarning, match="Dynamo broke the function"):
         step(x).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

@@ -164,11 +164,6 @@ class BackwardBytes:
             live = live + (gradients - 1) * self.of_gradient + gradients * self.at_hand
         return int(live.max()) if len(live) else 0
 
-    def gradients_within(self, budget: int) -> int:
-        """Returns the most gradients under ``vmap`` whose backward stays within ``budget``."""
-        fitting = (budget - self.planned + self.of_gradient) // np.maximum(self.of_gradient + self.at_hand, 1)
-        return max(0, int(fitting.min())) if len(fitting) else 0
-
 
 def _dependent(graph: Graph) -> set[int]:
     """Returns the values that depend on a gradient that flows into the backward."""
