@@ -60,8 +60,10 @@ def count_given(value: object, name: str, forms: str, least: int = 1, most: int 
     return count
 
 
-def as_float(value: Real) -> float:
-    """Returns the nearest float, or NaN if the value is beyond the range of floats."""
+def as_number(value: object) -> float:
+    """Returns a real number as the nearest float, or NaN for anything else, including a bool and a number beyond all floats."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
     try:
         return float(value)
     except OverflowError:
@@ -110,9 +112,9 @@ def flag(value: object, name: str) -> bool:
 
 def positive_seconds(value: object, name: str) -> float:
     """Returns ``value`` as a float if it is a number above 0 and at most ``LONGEST_SECONDS``."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) <= LONGEST_SECONDS:
+    if not 0 < (seconds := as_number(value)) <= LONGEST_SECONDS:
         raise refused(name, value, f"a finite number of seconds > 0, at most {LONGEST_SECONDS}")
-    return as_float(value)
+    return seconds
 
 
 def arguments_of(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -149,24 +151,19 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
         if (number := _number(value)) is not None:
             refuse_likely_percent(number, name, forms)
             return parse_budget(number, name, forms)
-        percent = parse_percent(value)
-        return text_to_bytes(value, name, forms) if percent is None else _share(percent, value, name, forms)
-    count = as_int(value)
-    if count is not None:
-        if not 0 < count <= MOST_BYTES:
-            raise refused(name, value, forms)
-        return count
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise refused(name, value, forms)
-    share = as_float(value)
-    if math.isfinite(share) and share > 1:
+        if (percent := parse_percent(value)) is None:
+            return text_to_bytes(value, name, forms)
+        share = percent
+    elif as_int(value) is not None:
+        return count_given(value, name, forms, most=MOST_BYTES)
+    elif 1 < (share := as_number(value)) < math.inf:
         raise OptionsError(
             f"{name}={value!r}: a float is a share of the peak that the step needs without autoremat, at most 1. "
-            f"{likely_budget(share)}"
-            'For bytes give an int or a string with a unit, such as "6GiB". '
-            f"Accepted: {forms}"
+            f'{likely_budget(share)}For bytes give an int or a string with a unit, such as "6GiB". Accepted: {forms}'
         )
-    return _share(share, value, name, forms)
+    if not LEAST_SHARE <= share <= 1:
+        raise refused(name, value, forms)
+    return share
 
 
 def _number(text: str) -> int | float | None:
@@ -189,12 +186,6 @@ def refuse_likely_percent(value: object, name: str, forms: str) -> None:
             f"{name}={value!r} is {count} bytes, and no training step is that small. {question}"
             f'For bytes write "{count}B". Accepted: {forms}'
         )
-
-
-def _share(share: float, value: object, name: str, forms: str) -> float:
-    if not LEAST_SHARE <= share <= 1:
-        raise refused(name, value, forms)
-    return share
 
 
 def likely_share(number: float) -> str:

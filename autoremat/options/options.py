@@ -6,26 +6,66 @@ environment. The environment can set the budget, the cost model, the policy and 
 
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 from autoremat.basics import environment
-from autoremat.basics.checks import flag, one_of, options_of, positive_seconds, refuse_likely_percent, refused, underscored
+from autoremat.basics.checks import (
+    FORMS_ANYWHERE,
+    MOST_BYTES,
+    MOST_PARTS,
+    as_int,
+    as_number,
+    bytes_given,
+    count_given,
+    flag,
+    likely_share,
+    one_of,
+    options_of,
+    parse_budget,
+    positive_seconds,
+    refuse_likely_percent,
+    refused,
+    text_to_bytes,
+    underscored,
+)
 from autoremat.basics.errors import OptionsError, OptionWarning
 from autoremat.basics.progress import progress_in_environment, set_default
+from autoremat.basics.units import BYTE_FORMS, parse_percent
 from autoremat.basics.warn import warn_user
-from autoremat.options import values
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import SavePattern
 from autoremat.planner.constraints.policies import Policy
-from autoremat.planner.graph.op import DEVICE, HOST
+from autoremat.planner.graph.op import BITS, DEVICE, HOST, SHARDS
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
+from autoremat.planner.settings import settings
 
 COST_MODELS = ("roofline", "calibrated")
+STORES = (DEVICE, HOST, BITS, SHARDS)
+
+BUDGET_FORMS = (
+    f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`; '
+    "an `autoremat.device_budget`"
+)
+HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
+HOST_FORMS = f'an int > 0 (bytes), a string such as {BYTE_FORMS}, "auto" or None'
+STORE_FORMS = f"a list of names among {', '.join(map(repr, STORES))} that has {DEVICE!r}, or None"
+SLOWDOWN_FORMS = 'a share in [0, 1], such as 0.03 or "3%"; "free" (costs nothing measurable); None (no bound)'
+PLAN_FORMS = "the path of a plan that Plan.save wrote, a Plan, a list of these, or None (search for a plan)"
+PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
+SAVE_FORMS = f"{PATTERN_FORMS}, or a mapping from such patterns to forms among 'device', 'host' and 'bits'"
+PARTS_FORMS = f'"auto", True, False or a number of parts, an int from 2 to {MOST_PARTS}'
+TILE_FORMS = f'"auto", False or a number of tiles, an int from 2 to {MOST_PARTS}'
+IN_FLIGHT_FORMS = f"an int from 1 to {MOST_PARTS}, or None to read it from the running pipeline schedule"
+BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
+AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
 
 VARIABLES = {
     "memory_budget": environment.BUDGET,
@@ -34,6 +74,75 @@ VARIABLES = {
     "progress": environment.PROGRESS,
 }
 """The variables of the environment that set options, by the option."""
+
+
+# -- checks: each returns the value of the option ``name`` in the form in which ``Options`` holds it --------------------------
+
+
+def _or_word(words: tuple[bool | str, ...], check: Callable[[object, str], Any], value: object, name: str) -> Any:
+    """Returns ``value`` if it is one of ``words``, which are booleans or lower-case texts, else what ``check`` makes of it."""
+    given = value.strip().lower() if isinstance(value, str) else value
+    return given if isinstance(given, bool | str) and given in words else check(value, name)
+
+
+def _budget(value: object, name: str) -> Budget:
+    return value if isinstance(value, StepProfile | DeviceBudget) else parse_budget(value, name, BUDGET_FORMS)
+
+
+def _forms(value: object, name: str) -> tuple[str, ...]:
+    given = list(value) if isinstance(value, list | tuple | Set) else []
+    if DEVICE not in given or any(one not in STORES for one in given):
+        raise refused(name, value, STORE_FORMS)
+    return tuple(one for one in STORES if one in given)
+
+
+def _bandwidth(value: object, name: str) -> float:
+    if isinstance(value, str):
+        return float(text_to_bytes(value.strip().removesuffix("/s"), name, BANDWIDTH_FORMS))
+    if not 1 <= (number := as_number(value)) <= MOST_BYTES:
+        raise refused(name, value, BANDWIDTH_FORMS)
+    return number
+
+
+def _slowdown(value: object, name: str) -> float:
+    if isinstance(value, str) and value == "free":
+        return settings.free_slowdown
+    share = as_number(parse_percent(value) if isinstance(value, str) else value)
+    if 1 < share <= 100:
+        raise OptionsError(f"max_slowdown={value!r} is above 1. {likely_share(share)}Accepted: {SLOWDOWN_FORMS}")
+    if not 0 <= share <= 1:
+        raise refused(name, value, SLOWDOWN_FORMS)
+    return share
+
+
+def _plans(value: object, name: str) -> tuple[PlanFile, ...]:
+    given: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    for one in given or [value]:
+        if not isinstance(one, str | os.PathLike | Plan | PlanFile) or (isinstance(one, str) and not one.strip()):
+            raise refused(name, one, PLAN_FORMS)
+    return tuple(one if isinstance(one, PlanFile) else PlanFile.of(one) for one in given)
+
+
+def _saves(value: object, name: str, forms: str = SAVE_FORMS, stores: tuple[str, ...] = STORES) -> tuple[SavePattern, ...]:
+    given = [*value.items()] if isinstance(value, Mapping) and stores else value
+    if isinstance(given, str) or not isinstance(given, Sequence | Set):
+        raise refused(name, value, forms)
+    for one in given:
+        pattern, form = one if stores and isinstance(one, tuple) and len(one) == 2 else (one, DEVICE)
+        if not isinstance(pattern, str) or not pattern.strip() or form not in (*stores, DEVICE):
+            raise refused(name, one, forms)
+    return tuple(dict.fromkeys(given))
+
+
+def _ranks(value: object, name: str) -> tuple[int, ...]:
+    ranks = [as_int(one) for one in value] if isinstance(value, list | tuple | range) else []
+    if not ranks or any(rank is None or rank < 0 for rank in ranks):
+        raise refused(name, value, AGREEMENT_FORMS)
+    return tuple(sorted({rank for rank in ranks if rank is not None}))
+
+
+_parts = partial(_or_word, ("auto", True, False), partial(count_given, forms=PARTS_FORMS, least=2))
+_tiles = partial(_or_word, ("auto", False), partial(count_given, forms=TILE_FORMS, least=2))
 
 
 _configured: dict[str, object] = {}
@@ -56,29 +165,29 @@ class Options:
     sorted by key, and ``mode`` is that of ``torch.compile``. Raises OptionsError for a value that is not accepted.
     """
 
-    memory_budget: Budget = _option(None, values.budget)
-    max_slowdown: float | None = _option(None, values.slowdown)
-    host_memory: int | str | None = _option(None, values.host_memory)
-    store: tuple[str, ...] | None = _option(None, values.forms)
-    auto_headroom: int = _option(512 * 2**20, values.headroom)  # the CUDA context, cuBLAS and fragments are beside the budget
+    memory_budget: Budget = _option(None, partial(_or_word, ("auto",), _budget))
+    max_slowdown: float | None = _option(None, _slowdown)
+    host_memory: int | str | None = _option(None, partial(_or_word, ("auto",), partial(bytes_given, forms=HOST_FORMS, least=1)))
+    store: tuple[str, ...] | None = _option(None, _forms)
+    auto_headroom: int = _option(512 * 2**20, partial(bytes_given, forms=HEADROOM_FORMS))  # CUDA context, cuBLAS, fragments
     time_limit: float = _option(10.0, positive_seconds)
     compiler: str = _option("inductor", partial(one_of, ("inductor", "aot_eager")))
     on_infeasible: str | None = _option(None, partial(one_of, ("raise", "best_effort")))
     on_planning_error: str | None = _option(None, partial(one_of, ("fallback", "raise")))
     cost_model: str = _option("roofline", partial(one_of, COST_MODELS))
-    plan: tuple[PlanFile, ...] | None = _option(None, values.plans)
+    plan: tuple[PlanFile, ...] | None = _option(None, _plans)
     policy: Policy | None = _option(None, policies.parse)
-    save: tuple[SavePattern, ...] = _option((), values.saves)
-    recompute: tuple[str, ...] = _option((), values.patterns)
-    chunk_loss: bool | int | str = _option("auto", values.parts)
-    tiles: bool | int | str = _option(False, values.tiles)
-    early_gradients: bool | int | str = _option("auto", values.parts)
+    save: tuple[SavePattern, ...] = _option((), _saves)
+    recompute: tuple[str, ...] = _option((), partial(_saves, forms=PATTERN_FORMS, stores=()))
+    chunk_loss: bool | int | str = _option("auto", _parts)
+    tiles: bool | int | str = _option(False, _tiles)
+    early_gradients: bool | int | str = _option("auto", _parts)
     hooks_free_gradients: bool = _option(False, flag)
-    in_flight: int | None = _option(None, values.calls)
+    in_flight: int | None = _option(None, partial(count_given, forms=IN_FLIGHT_FORMS))
     accumulate: bool | None = _option(None, flag)
-    interconnect_bandwidth: float | None = _option(None, values.bandwidth)
+    interconnect_bandwidth: float | None = _option(None, _bandwidth)
     interconnect_latency: float | None = _option(None, positive_seconds)
-    agreement: str | tuple[int, ...] = _option("auto", values.agreement, compare=False)
+    agreement: str | tuple[int, ...] = _option("auto", partial(_or_word, ("auto", "off"), _ranks), compare=False)
     progress: bool = _option(True, flag, compare=False)
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
@@ -111,7 +220,7 @@ class Options:
         """
         given = underscored(options_of(options))
         own = {key: value for key, value in given.items() if key in OWN_KEYS}
-        refuse_likely_percent(own.get("memory_budget"), "memory_budget", values.BUDGET_FORMS)
+        refuse_likely_percent(own.get("memory_budget"), "memory_budget", BUDGET_FORMS)
         foreign = {key: value for key, value in given.items() if key not in OWN_KEYS}
         if foreign:
             known = inductor_keys()
@@ -143,12 +252,20 @@ def configure(**options: Any) -> None:
     global _configured
     if unknown := [key for key in options if key not in OWN_KEYS]:
         raise _unknown_key(unknown[0], ())
-    refuse_likely_percent(options.get("memory_budget"), "memory_budget", values.BUDGET_FORMS)
+    refuse_likely_percent(options.get("memory_budget"), "memory_budget", BUDGET_FORMS)
     checked = Options(**options)
     _configured = _configured | {key: getattr(checked, key) for key in options} if options else {}
     shown = _configured.get("progress")
     set_default(None if shown is None else bool(shown))
-    _warn_if_late({key: _configured[key] for key in options})
+    if not _is_left():
+        _taken.clear()
+    late = [key for key in options if key in _taken and _taken[key] != _configured[key]]
+    if late:
+        warn_user(
+            f"configure({', '.join(f'{key}=...' for key in late)}) comes too late for what is compiled already, which stays "
+            "as it is. Call configure before the first step, or torch.compiler.reset() now, so that all is compiled again",
+            OptionWarning,
+        )
 
 
 def note_compiled(options: Options, given: Mapping[str, object] | None, is_left: Callable[[], bool]) -> None:
@@ -158,18 +275,6 @@ def note_compiled(options: Options, given: Mapping[str, object] | None, is_left:
         _taken.clear()
     own, _is_left = underscored(options_of(given)), is_left
     _taken.update({key: getattr(options, key) for key in OWN_KEYS if key not in (*own, "agreement", "progress")})
-
-
-def _warn_if_late(configured: Mapping[str, object]) -> None:
-    if not _is_left():
-        _taken.clear()
-    late = [key for key, value in configured.items() if key in _taken and _taken[key] != value]
-    if late:
-        warn_user(
-            f"configure({', '.join(f'{key}=...' for key in late)}) comes too late for what is compiled already, which stays "
-            "as it is. Call configure before the first step, or torch.compiler.reset() now, so that all is compiled again",
-            OptionWarning,
-        )
 
 
 def _environment(given: Collection[str]) -> dict[str, object]:
@@ -190,10 +295,9 @@ def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
 
 
 def _refuse_contradictions(options: Options) -> None:
-    if options.plan and (options.policy or options.save or options.recompute):
-        raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
-    if options.max_slowdown is not None and options.plan:
-        raise OptionsError("`plan` applies a stored plan as it is: max_slowdown cannot be given beside it")
+    if options.plan and (options.policy or options.save or options.recompute or options.max_slowdown is not None):
+        others = "policy, save, recompute and max_slowdown"
+        raise OptionsError(f"`plan` applies a stored plan as it is: {others} cannot be given beside it")
     if options.max_slowdown is not None and isinstance(options.memory_budget, StepProfile):
         raise OptionsError(
             "max_slowdown bounds the time of one graph, and a step profile divides one budget among several: leave one of "
@@ -205,7 +309,7 @@ def _refuse_contradictions(options: Options) -> None:
             f"store={store!r} and host_memory={host!r} contradict each other: name {HOST!r} in `store` and give a bound in "
             '`host_memory`, such as "64GiB" or "auto", or neither'
         )
-    allowed = store or ((DEVICE,) if host is None else values.STORES)
+    allowed = store or ((DEVICE,) if host is None else STORES)
     for pattern, form in (one for one in options.save if not isinstance(one, str)):
         if form not in allowed:
             raise OptionsError(

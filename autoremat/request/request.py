@@ -6,8 +6,8 @@ import json
 import re
 from dataclasses import dataclass, field, fields
 
-from autoremat.basics.checks import budget_bytes
 from autoremat.basics.errors import OptionsError
+from autoremat.basics.units import share_bytes
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.graph.op import BITS, DEVICE, HOST
@@ -69,7 +69,7 @@ class RequestedLimits:
         """Returns the limit on the peak in bytes, of which a share refers to ``reference_bytes``; None for no limit."""
         if self.reference_share is None or reference_bytes is None:
             return self.peak_bytes
-        return max(budget_bytes(self.reference_share, reference_bytes) or 0, self.granted_bytes)
+        return max(share_bytes(self.reference_share, reference_bytes), self.granted_bytes)
 
     def remedies(self, excess_bytes: int) -> tuple[str, ...]:
         """Returns the advice for an error whose minimum peak exceeds the budget by ``excess_bytes``."""
