@@ -23,7 +23,8 @@ from rich.table import Table
 import autoremat
 from autoremat import host_memory
 from autoremat.measure.links import host_link_of
-from autoremat.planner.cost.links import assumed_host_link
+from autoremat.planner.cost.links import PLANNED_SHARE, assumed_host_link
+from autoremat.planner.cost.stalls import stalls_of
 
 CASES = (
     ("Llama 8B, 8 layers", 0.55), ("GPT-2 medium", 0.25), ("Llama 1B", 0.35), ("Llama 8B, 8 layers", 0.48), ("ViT-L", 0.3),
@@ -90,15 +91,15 @@ def planned(work: Workload, budget: int, expected: Sequence[torch.Tensor], **opt
     report = autoremat.reports()[-1]
     before = host_memory.statistics(Device.chosen)
     error = largest_difference(gradients_of(work, step), expected)
-    after, stored = host_memory.statistics(Device.chosen), report.stored
+    after, plan = host_memory.statistics(Device.chosen), report.plan
     return step, Planned(
         result=result,
         budget_bytes=budget,
         replayed_bytes=report.compiled_peak_bytes or report.predicted_peak_bytes,
         predicted_seconds=report.predicted_seconds,
-        stall_seconds=0.0 if stored is None else stored.stall_seconds,
-        stall_seconds_at_best=0.0 if stored is None else stored.stall_seconds_at_best,
-        planned_moved_bytes=0 if stored is None else stored.moved_bytes,
+        stall_seconds=report.stall_seconds,
+        stall_seconds_at_best=stalls_of(plan.graph, plan.schedule, 1 / PLANNED_SHARE).seconds,
+        planned_moved_bytes=report.moved_bytes,
         to_host_bytes=after.to_host_bytes - before.to_host_bytes,
         from_host_bytes=after.from_host_bytes - before.from_host_bytes,
         held_bytes=after.held_bytes,

@@ -20,6 +20,7 @@ from autoremat.planner.graph.op import Engine, Form, Role, Transfer, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import Settings
+from autoremat.report.report import Report
 
 Choose = Callable[[Graph, Schedule], Schedule]
 """Returns a schedule with stays for one without."""
@@ -27,6 +28,15 @@ Choose = Callable[[Graph, Schedule], Schedule]
 
 def host_form(size: int) -> Form:
     return Form("host", Transfer(Engine.TO_HOST, 0.0), Transfer(Engine.FROM_HOST, 0.0), host_bytes=size)
+
+
+def bytes_of_stays(report: Report) -> int:
+    """The bytes of the values that a plan keeps in other forms, as they are."""
+    return sum(report.plan.graph.values[value].bytes for value in report.plan.schedule.forms(report.plan.graph))
+
+
+def bytes_on_device(report: Report) -> int:
+    return sum(form.device_bytes for form in report.plan.schedule.forms(report.plan.graph).values())
 
 
 def with_host_forms(graph: Graph) -> Graph:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from autoremat.basics.display import printable
+
 Reader = Callable[[Any], Any]
 """A function from JSON data to the value of a field."""
 
@@ -40,11 +42,6 @@ def plain(value: Any, as_rows: bool = False) -> Any:
         fields = {one.name: plain(getattr(value, one.name), as_rows) for one in dataclasses.fields(value)}
         return list(fields.values()) if as_rows else fields
     return value
-
-
-def printable(text: str) -> str:
-    """Returns ``text`` without characters that would steer a terminal."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 120
-NUMBER = ' style="text-align: right; white-space: nowrap"'
-WORDS = ' style="text-align: left"'
 
 
 def as_text(*parts: RenderableType) -> str:
@@ -37,31 +35,16 @@ class PlainTable(Table):
             title=Text(printable(title)) if title else None, title_justify="left", box=None, pad_edge=False,
             padding=(0, 2, 0, 0), show_header=show_header,
         )  # fmt: skip
-        self.texts: list[tuple[str, ...]] = []
-        self.heads, self.numbers = tuple(columns), numbers
-        for number, column in enumerate(self.heads):
+        for number, column in enumerate(columns):
             figure = number < numbers
             self.add_column(column, justify="right" if figure else "left", no_wrap=figure, overflow="fold")
 
     def add_row(self, *cells: Any, **keywords: Any) -> None:
         """Adds a row. Each cell is converted to printable text."""
-        self.texts.append(tuple(printable(str(cell)) for cell in cells))
-        super().add_row(*map(Text, self.texts[-1]), **keywords)
+        super().add_row(*(Text(printable(str(cell))) for cell in cells), **keywords)
 
     def __str__(self) -> str:
         return as_text(self)
-
-    def _repr_html_(self) -> str:
-        caption = html.escape(str(self.title or ""))
-        head = self._html_row("th", self.heads) if self.show_header else ""
-        rows = "".join(self._html_row("td", cells) for cells in self.texts)
-        above = f'<caption style="caption-side: top; text-align: left">{caption}</caption>' if caption else ""
-        return f"<table>{above}{head}{rows}</table>"
-
-    def _html_row(self, tag: str, cells: Sequence[str]) -> str:
-        styles = (NUMBER if number < self.numbers else WORDS for number in range(len(cells)))
-        inner = (html.escape(cell).replace("\n", "<br>") for cell in cells)
-        return "<tr>" + "".join(f"<{tag}{style}>{cell}</{tag}>" for style, cell in zip(styles, inner, strict=True)) + "</tr>"
 
 
 def named_figures(figures: Iterable[tuple[str, str]]) -> PlainTable:
@@ -97,4 +80,4 @@ class Shown:
         return Group(*parts)
 
     def _repr_html_(self) -> str:
-        return "\n".join(table._repr_html_() for table in self.tables())
+        return f"<pre>{html.escape(str(self))}</pre>"

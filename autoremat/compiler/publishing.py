@@ -60,8 +60,8 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     add_report(report)
     if report.host_peak_bytes:
         host_memory.release()  # the buffers of a plan that this one replaces have other sizes
-    if report.stored is not None and report.stored.moved_bytes:
-        compiled = TransferCheck(compiled, report.stored.moved_bytes)
+    if report.moved_bytes:
+        compiled = TransferCheck(compiled, report.moved_bytes)
     if not request.limits.bounds_peak or request.limits.step_share is not None:
         return compiled
     return watched(compiled, report, request.limits.reference_share is not None)

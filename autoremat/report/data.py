@@ -15,7 +15,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_json import FORMAT
 from autoremat.planner.search.planner import ROUNDING
-from autoremat.report.decisions import ForwardValue, StoredTensors, Total, explain_values, totals_of
+from autoremat.report.decisions import ForwardValue, Total, explain_values, totals_of
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, parts_of_peak, peak_of, profile_of
 
 if TYPE_CHECKING:
@@ -276,10 +276,8 @@ class ReportData(Pricing):
         values = self.plan.graph.values
         return tuple(values[v] for v in sorted(self.plan.saved, key=lambda v: (-values[v].bytes, v)))
 
-    @cached_property
-    def stored(self) -> StoredTensors | None:
-        """Figures of the saved tensors that are kept in other forms than on the device. None if there are none."""
-        return StoredTensors(self.plan) if self.plan.schedule.stays else None
+    moved_bytes = cached_property[int](lambda report: report.host_peak_bytes // report.in_flight)
+    """Bytes that one call copies to the host, and as many back."""
 
     values = cached_property[tuple[ForwardValue, ...]](lambda report: explain_values(report.plan, report.limit_bytes))
     """Decision and reason for every forward value."""

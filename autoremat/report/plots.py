@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.plans.limits import undominated
-from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.report import text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision, ForwardValue, op_name
-from autoremat.report.peak_snapshot import GRADIENTS, PeakSnapshot, Profile, module_group
+from autoremat.report.peak_snapshot import GRADIENTS, module_group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
+"""Families of points of time and memory."""
 
 COLOURS = ("#4269d0", "#efb118", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951", "#b3b3b3", "#d9d9d9")
 """Colours of the bands of a stack, distinguishable for most people with colour blindness."""
@@ -62,7 +60,9 @@ def memory(report: ReportData) -> Figure:
     unit, scale = _byte_unit([*after.totals, *(before.totals if before else ())])
     time_unit, time_scale = _time_unit(max([*after.seconds, *(before.seconds if before else ())], default=0.0))
     seconds = [second / time_scale for second in after.seconds]
-    bands = sorted(zip(after.groups, _band_colours(after), after.bytes, strict=True), key=lambda band: band[0] != GRADIENTS)
+    palette = iter(COLOURS)
+    shades = [GRADIENT_COLOUR if group == GRADIENTS else next(palette) for group in after.groups]
+    bands = sorted(zip(after.groups, shades, after.bytes, strict=True), key=lambda band: band[0] != GRADIENTS)
     groups, colours, sizes = zip(*bands, strict=True)  # gradients, which only grow, at the bottom
     heights = [[size / scale for size in band] for band in sizes]
     axes.stackplot(seconds, heights, labels=groups, colors=colours, step="post", linewidth=0)
@@ -97,7 +97,7 @@ def memory(report: ReportData) -> Figure:
     return figure
 
 
-def pareto(points: Sequence[Point]) -> Figure:
+def pareto(points: Sequence[Any]) -> Figure:
     """Returns a plot of recomputation against the peak for the points of ``autoremat.pareto``.
 
     Our plans and the lower bound are lines; the other families are single points. Dotted lines mark plain Inductor's. A label
@@ -142,15 +142,13 @@ def _mark_plain(axes: Axes, right: float, top: float, label: str) -> None:
 
 
 def _annotate(figure: Figure, labels: dict[tuple[float, float], tuple[str, str]]) -> None:
-    """Writes the labels beside their points, within the axes, where no line, marker or other label is."""
+    """Writes the labels beside their points, within the axes, where no marker or other label is."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # the layout is known then
     (axes,), taken = figure.axes, []
-    for line in axes.lines:
-        marks = axes.transData.transform(line.get_xydata()) if line.get_marker() not in ("", "None") else np.empty((0, 2))
-        taken += [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in marks]
-        taken += [Bbox(ends) for ends in _pieces(axes.transData.transform(line.get_xydata())) if line.get_linestyle() == "-"]
+    for line in (line for line in axes.lines if line.get_marker() not in ("", "None")):
+        taken += [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in axes.transData.transform(line.get_xydata())]
     for point, (text, colour) in labels.items():
         note = axes.annotate(text, point, (0, 0), textcoords="offset points", fontsize=7, color=colour, in_layout=False)
         for x, y, side in PLACES:
@@ -161,13 +159,6 @@ def _annotate(figure: Figure, labels: dict[tuple[float, float], tuple[str, str]]
                 break
         else:
             note.remove()
-
-
-def _pieces(corners: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """Yields short pieces of the line through these corners, each by its ends."""
-    for begin, end in zip(corners, corners[1:], strict=False):
-        cuts = np.linspace(begin, end, 2 + int(np.abs(end - begin).max() / 8))
-        yield from (np.sort(cuts[i : i + 2], axis=0) for i in range(len(cuts) - 1))
 
 
 def saved_by_layer(report: ReportData) -> Figure:
@@ -226,12 +217,6 @@ def _empty(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _band_colours(profile: Profile) -> list[str]:
-    """Returns a colour for each group. Gradients, which are live under every plan, are dark."""
-    colours = iter(COLOURS)
-    return [GRADIENT_COLOUR if group == GRADIENTS else next(colours) for group in profile.groups]
-
-
 def _byte_unit(sizes: Iterable[int]) -> tuple[str, float]:
     """Returns the unit in which the largest of ``sizes`` is written, and the bytes of that unit."""
     most = max(sizes, default=0)
@@ -275,17 +260,13 @@ def _graph(report: ReportData) -> dict[str, Any]:
         drawn["Memory over the step"] = as_svg(memory(report))
     if report.values:
         drawn["What becomes of the forward's values, by layer"] = as_svg(saved_by_layer(report))
-    moments: dict[str, PeakSnapshot] = {}
-    if report.peak_after is not None:
-        moments["Where memory is fullest"] = report.peak_after
-    if report.peak_before is not None:
-        moments["Where it would be without recomputation"] = report.peak_before
+    moments = {"Where memory is fullest": report.peak_after, "Where it would be without recomputation": report.peak_before}
     return {
         "brief": list(text_tables.brief(report)),
         "figures": text_tables.figures(report),
         "pictures": drawn,
-        "moments": moments,
+        "moments": {title: moment for title, moment in moments.items() if moment is not None},
         "totals": {by: report.totals(by) for by in ("module", "op")},
-        "has_other_forms": report.stored is not None,
+        "has_other_forms": bool(report.plan.schedule.stays),
         "values": sorted(report.values, key=lambda value: -value.bytes),
     }

@@ -18,15 +18,14 @@ _lock = threading.Lock()
 _graphs_seen = 0
 """Number of graphs that the backend received, with or without a backward."""
 
+_said: Callable[[], str] = str
+"""Returns what explains why graphs did not reach the backend, or "" if nothing does."""
 
-_explanations: list[Callable[[], str]] = []
-"""Functions that explain why graphs did not reach the backend."""
 
-
-def explain_absence_by(explanation: Callable[[], str]) -> None:
-    """Adds the text of ``explanation()``, which may be empty, to the reasons for an empty list of reports."""
-    if explanation not in _explanations:
-        _explanations.append(explanation)
+def explain_absence_by(said: Callable[[], str]) -> None:
+    """Adds the text of ``said()``, which may be empty, to the reasons for an empty list of reports."""
+    global _said
+    _said = said
 
 
 def add_report(report: Report) -> None:
@@ -72,7 +71,7 @@ def reports() -> Reports:
 def why_no_reports() -> str:
     """Returns the known reasons for an empty list of reports."""
     lines = ["no graph with a backward was compiled by autoremat in this process."]
-    said = list(filter(None, (explanation() for explanation in _explanations)))
+    said = _said()
     if _graphs_seen:
         lines.append(
             f"The backend was handed {_graphs_seen} graph{'s' if _graphs_seen > 1 else ''} without a backward: gradient mode "
@@ -88,4 +87,4 @@ def why_no_reports() -> str:
             "the forward of an nn.Sequential inside of DistributedDataParallel: give that a forward of your own. Nothing is "
             "compiled inside of a transform of torch.func, as in torch.func.grad(compiled)."
         )
-    return "\n".join([*lines, *said])
+    return "\n".join(filter(None, [*lines, said]))

@@ -12,7 +12,7 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report import plots, text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision
-from autoremat.report.text_tables import ReportDiff
+from autoremat.report.text_tables import ReportDiff, where
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -26,11 +26,28 @@ class Report(Shown, ReportData):
         """
         wanted = None if decision is None else Decision(decision)
         values = [value for value in self.values if wanted in (None, value.decision)]
-        return text_tables.value_table(sorted(values, key=lambda value: -value.bytes), limit)
+        shown = sorted(values, key=lambda value: -value.bytes)[:limit]
+        title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
+        table = PlainTable(title, ("bytes", "added", "value", "decision", "where, and why"), numbers=2)
+        for value in shown:
+            added = format_seconds(value.added_seconds) if value.added_seconds else ""
+            lines = "\n".join(filter(None, (where(value), value.why)))  # side by side, neither is readable at 80 columns
+            table.add_row(format_bytes(value.bytes), added, value.name, value.decision.value, lines)
+        return table
 
     def totals_table(self, by: str = "module") -> PlainTable:
         """Returns :meth:`totals` as a table of ``rich``."""
-        return text_tables.totals_table(self.totals(by), by)
+        totals, has_others = self.totals(by), bool(self.plan.schedule.stays)
+        others = ("in other forms",) if has_others else ()
+        columns = ("saved", *others, "recomputed", "fused", "run", "run again", "values", by)
+        table = PlainTable(f"by {by}", columns, numbers=len(columns) - 1)
+        for total in totals:
+            table.add_row(
+                format_bytes(total.saved_bytes), *([format_bytes(total.stored_bytes)] if has_others else []),
+                format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
+                format_seconds(total.seconds), format_seconds(total.added_seconds), total.values, total.name or "-",
+            )  # fmt: skip
+        return table
 
     def peak_table(self, before: bool = False, limit: int | None = 20) -> PlainTable | None:
         """Returns the live tensors at the peak of the plan as a table; None for an empty graph.
@@ -38,11 +55,25 @@ class Report(Shown, ReportData):
         With ``before``, the peak is that without recomputation.
         """
         moment = self.peak_before if before else self.peak_after
-        return None if moment is None else text_tables.moment_table(moment, limit)
+        if moment is None:
+            return None
+        title, shown = f"{format_bytes(moment.bytes)} live in the {text_tables.place(moment)}", moment.live[:limit]
+        table = PlainTable(title, ("bytes", "tensor", "kind", "where"), numbers=1)
+        for tensor in shown:
+            table.add_row(format_bytes(tensor.bytes), tensor.name, tensor.sort.value, where(tensor))
+        if unseen := moment.live[len(shown) :]:
+            table.add_row(format_bytes(sum(tensor.bytes for tensor in unseen)), f"{len(unseen)} others", "", "")
+        return table
 
     def op_bytes_table(self) -> PlainTable:
         """Returns the simulated live bytes of each execution of one call as a table."""
-        return text_tables.op_bytes_table(self.plan)
+        plan = self.plan
+        table = PlainTable(f"{len(plan.sequence)} executions", ("simulated", "op", "half", "where"), numbers=1)
+        for position, (index, live) in enumerate(zip(plan.sequence, plan.timeline.bytes_at, strict=True)):
+            op, in_forward = plan.graph.ops[index], position < len(plan.schedule.forward)
+            half = "forward" if in_forward else "recomputed" if op.forward else "backward"
+            table.add_row(format_bytes(int(live) - plan.timeline.beside_bytes), op.name, half, op.module)
+        return table
 
     def diff(self, other: Report) -> ReportDiff:
         """Returns the differences between this report and ``other``. Values are matched by their names."""

@@ -11,16 +11,22 @@ from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.display import as_text as as_text
 from autoremat.basics.errors import binding
 from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.cost.links import PLANNED_SHARE
+from autoremat.planner.cost.stalls import stalls_of
+from autoremat.planner.graph.op import BITS, HOST, SHARDS
 from autoremat.planner.multigraph.device_budget import NAMES
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.data import FIGURES, ReportData
-from autoremat.report.decisions import ForwardValue, Total
+from autoremat.report.decisions import ForwardValue
 from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot, remedy_for
 
 SAID = ("hints", "notes", "unknown_workspaces")
 """Attributes that the first lines of a report show."""
 
 SAVED_TENSORS_SHOWN, BRIEFLY_SAVED, SORTS_SHOWN = 10, 3, 4
+
+PLACES = {HOST: "on the host", BITS: "as bits", SHARDS: "as shards"}
+"""Words for forms in texts."""
 
 Rows = Iterator[tuple[str, str]]
 
@@ -91,7 +97,23 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.parts_after:
         parts, remedy = binding(report.parts_after), remedy_for(report.parts_after[0][0])
         rows.append(("binds the peak", f"{parts}; to lower it, {remedy}" if remedy else parts))
-    return rows if report.stored is None else [*rows, *report.stored.figures]
+    return [*rows, *figures_of_stays(report.plan)]
+
+
+def figures_of_stays(plan: Plan) -> Rows:
+    """Yields the saved tensors that are kept in other forms than on the device, by form, and what their copies do."""
+    forms = plan.schedule.forms(plan.graph)
+    stays, totals = [(plan.graph.values[value].bytes, form) for value, form in forms.items()], []
+    for name in {form.name for form in forms.values()}:
+        sizes, held = zip(*((size, form.device_bytes) for size, form in stays if form.name == name), strict=True)
+        noun, beside = "tensor" if len(sizes) == 1 else "tensors", f" in {format_bytes(sum(held))}" if any(held) else ""
+        totals.append((-sum(sizes), f"{len(sizes)} {noun} of {format_bytes(sum(sizes))} {PLACES.get(name, name)}{beside}"))
+    if totals:
+        yield "other forms", "; ".join(text for _, text in sorted(totals))
+    if moved := sum(form.host_bytes for form in forms.values()):
+        at_best = format_seconds(sum(stalls_of(plan.graph, plan.schedule, 1 / PLANNED_SHARE)))
+        stalls = f"stalls {at_best} at the link's whole rate, not {PLANNED_SHARE:.0%} of it"
+        yield "copies", f"{format_bytes(moved)} to the host and back in a call; {stalls}"
 
 
 def figure_text(name: str, value: object) -> str:
@@ -119,59 +141,9 @@ def place(moment: PeakSnapshot) -> str:
     return f"{moment.half}, at {moment.op}{where}: {shares}"
 
 
-def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable:
-    """Returns a table of the first ``limit`` of ``values``, with their decisions and reasons."""
-    shown = values if limit is None else values[:limit]
-    title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
-    table = PlainTable(title, ("bytes", "added", "value", "decision", "where, and why"), numbers=2)
-    for value in shown:
-        added = format_seconds(value.added_seconds) if value.added_seconds else ""
-        lines = "\n".join(filter(None, (where(value), value.why)))  # side by side, neither is readable at 80 columns
-        table.add_row(format_bytes(value.bytes), added, value.name, value.decision.value, lines)
-    return table
-
-
 def where(thing: ForwardValue | LiveTensor) -> str:
     """Returns the module and line of a tensor, as far as they are known."""
     return ", ".join(filter(None, (thing.module, short_source(thing.source))))
-
-
-def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
-    """Returns a table of sums by module or op."""
-    other = [format_bytes(total.stored_bytes) for total in totals] if any(total.stored_bytes for total in totals) else []
-    columns = ("saved", *(("in other forms",) if other else ()), "recomputed", "fused", "run", "run again", "values", by)
-    table = PlainTable(f"by {by}", columns, numbers=len(columns) - 1)
-    for number, total in enumerate(totals):
-        table.add_row(
-            format_bytes(total.saved_bytes), *other[number : number + 1],
-            format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
-            format_seconds(total.seconds), format_seconds(total.added_seconds), str(total.values), total.name or "-",
-        )  # fmt: skip
-    return table
-
-
-def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
-    """Returns a table of the live tensors at a peak, the largest first."""
-    table = PlainTable(
-        f"{format_bytes(moment.bytes)} live in the {place(moment)}", ("bytes", "tensor", "kind", "where"), numbers=1
-    )
-    shown = moment.live if limit is None else moment.live[:limit]
-    for tensor in shown:
-        table.add_row(format_bytes(tensor.bytes), tensor.name, tensor.sort.value, where(tensor))
-    unseen = moment.live[len(shown) :]
-    if unseen:
-        table.add_row(format_bytes(sum(tensor.bytes for tensor in unseen)), f"{len(unseen)} others", "", "")
-    return table
-
-
-def op_bytes_table(plan: Plan) -> PlainTable:
-    """Returns a table of the executions in sequence, with the simulated bytes of the running call."""
-    table = PlainTable(f"{len(plan.sequence)} executions", ("simulated", "op", "half", "where"), numbers=1)
-    for position, (op, live) in enumerate(zip((plan.graph.ops[i] for i in plan.sequence), plan.timeline.bytes_at, strict=True)):
-        in_forward = position < len(plan.schedule.forward)
-        half = "forward" if in_forward else "recomputed" if op.forward else "backward"
-        table.add_row(format_bytes(int(live) - plan.timeline.beside_bytes), op.name, half, op.module)
-    return table
 
 
 # -- comparison of two reports ---------------------------------------------------------------------------------------------

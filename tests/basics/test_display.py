@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import sys
 import time
-from html.parser import HTMLParser
 
 import pytest
 import rich.console
@@ -70,37 +70,17 @@ def test_rich_shows_what_print_shows(shown, kind):
     assert 3 <= len(printed) < 60
 
 
-class Cells(HTMLParser):
-    """The texts of the cells of all tables, and the names of all tags."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-
-    def handle_data(self, data):
-        self.cells.append(data)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_notebook_shows_tables(shown, kind):
-    found = Cells(shown[kind]._repr_html_())
-    assert found.tags <= {"table", "caption", "tr", "th", "td", "br"}
-    words = {"...", *" ".join(found.cells).split()}
-    for printed in str(shown[kind]).split():  # part of a word, where a long path is wrapped
-        assert any(printed in word for word in words), printed
+def test_a_notebook_shows_what_print_shows(shown, kind):
+    found = shown[kind]._repr_html_()
+    assert (found[:5], found[-6:], "<" in found[5:-6]) == ("<pre>", "</pre>", False)
+    assert html.unescape(found[5:-6]) == str(shown[kind])
 
 
 def test_texts_are_no_markup_wherever_they_come_from():
     table = PlainTable(ODD, ("what",), numbers=0)
     table.add_row(ODD)
-    for text in (str(table), "\n".join(Cells(table._repr_html_()).cells)):
-        assert text.count("[red]<b>&\\x1b[31m") == 2, text
-    assert "<b>" not in table._repr_html_()
+    assert str(table).count("[red]<b>&\\x1b[31m") == 2
 
 
 @pytest.mark.parametrize(

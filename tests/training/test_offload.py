@@ -18,6 +18,7 @@ import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionWarning, PlanFileError, host_memory, track_peak
 from autoremat.report.decisions import Decision
 from autoremat.report.report import Report
+from autoremat.report.text_tables import figures_of_stays
 
 ROOFLINE = {"cost_model": "roofline"}
 
@@ -75,12 +76,12 @@ def test_a_budget_that_recomputation_alone_cannot_keep_is_kept_with_host_memory(
         compiled(X).backward()
     done = host_memory.statistics("cpu")
     assert peak.bytes <= report.peak_bytes <= budget
-    assert report.stored.moved_bytes == done.to_host_bytes - before.to_host_bytes > 0
-    assert report.stored.moved_bytes == done.from_host_bytes - before.from_host_bytes
+    assert report.moved_bytes == done.to_host_bytes - before.to_host_bytes > 0
+    assert report.moved_bytes == done.from_host_bytes - before.from_host_bytes
     assert report.host_peak_bytes == done.held_bytes <= allowed
     assert done.used_bytes == 0
     offloaded = [value for value in report.values if value.decision is Decision.OFFLOADED]
-    assert sum(value.bytes for value in offloaded) == report.stored.moved_bytes
+    assert sum(value.bytes for value in offloaded) == report.moved_bytes
 
 
 def test_an_impossible_budget_names_the_host_memory_that_makes_it_possible(device):
@@ -132,8 +133,9 @@ def test_masks_are_kept_as_bits_if_the_option_allows_it(device):
     assert not differences(*outcomes)
     plain, packed = autoremat.reports()[-2:]
     assert packed.recompute_seconds + packed.stall_seconds < plain.recompute_seconds
-    (total,) = packed.stored.totals
-    assert (total.form, total.device_bytes, total.host_bytes) == ("bits", total.bytes // 8, 0)
+    (form,) = {(form.name, form.host_bytes) for form in packed.plan.schedule.forms(packed.plan.graph).values()}
+    assert form == ("bits", 0)
+    assert stays.bytes_on_device(packed) == stays.bytes_of_stays(packed) // 8
     assert {value.decision for value in packed.values} >= {Decision.PACKED, Decision.SAVED}
     model.zero_grad(set_to_none=True)
     with track_peak() as peak:
@@ -157,6 +159,6 @@ def test_host_memory_saves_recomputation(reports):
     plain, asked = reports
     assert asked.fits
     assert asked.recompute_seconds + asked.stall_seconds < plain.recompute_seconds
-    assert plain.stored is None
-    assert asked.stored.stall_seconds_at_best <= asked.stored.stall_seconds
+    assert plain.moved_bytes == 0 < asked.moved_bytes
+    assert "at the link's whole rate" in dict(figures_of_stays(asked.plan))["copies"]
     assert asked.gap <= plain.gap
