@@ -36,7 +36,6 @@ from autoremat.report.report import Report as Report
 from autoremat.step_profile.blocks import CompiledBlocks as CompiledBlocks
 from autoremat.step_profile.blocks import compile_blocks as compile_blocks
 from autoremat.step_profile.profile import profile_step as profile_step
-from autoremat.tools.best_batch import best_batch as best_batch
 from autoremat.tools.explain import explain as explain
 from autoremat.tools.gather_reports import RankReports as RankReports
 from autoremat.tools.gather_reports import gather_reports as gather_reports
@@ -44,6 +43,7 @@ from autoremat.tools.joint_plan import JointPlan as JointPlan
 from autoremat.tools.joint_plan import apply_plan as apply_plan
 from autoremat.tools.joint_plan import partitioner as partitioner
 from autoremat.tools.joint_plan import plan_joint as plan_joint
+from autoremat.tools.max_batch import best_batch as best_batch
 from autoremat.tools.max_batch import max_batch as max_batch
 from autoremat.tools.pareto import pareto as pareto
 from autoremat.torch_private.process_groups import in_flight as in_flight

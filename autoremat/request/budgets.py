@@ -217,12 +217,6 @@ def refuse_step_profiles(options: Options) -> None:
         )
 
 
-def refuse_shares(budget: object, tool: str) -> None:
-    """Raises ``OptionsError`` unless ``budget`` can be in bytes, as ``tool`` needs it to plan steps of several sizes."""
-    if isinstance(budget, float) or budget is None:
-        raise OptionsError(f'memory_budget={budget!r}: {tool} needs bytes, as in "60GiB", or "auto"')
-
-
 # -- bytes granted to earlier graphs of a function ---------------------------------------------------------------------------
 
 

@@ -1,34 +1,33 @@
-"""``autoremat.max_batch``: finds the largest batch or sequence whose step fits a budget, without running one."""
+"""``autoremat.max_batch`` and ``autoremat.best_batch``: the largest size that fits a budget, and the fastest; none runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from autoremat.basics.checks import arguments_of, options_of
+from autoremat.basics.checks import arguments_of, as_int, options_of, refused
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.progress import status_if_slow
-from autoremat.basics.units import bytes_apart, format_bytes
+from autoremat.basics.units import bytes_apart, format_bytes, format_seconds
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
-from autoremat.request.budgets import refuse_shares
+from autoremat.tools.advice import seconds_of
 from autoremat.tools.explain import explain_by
 from autoremat.torch_private import compilers, fake_tensors
 
 LIMIT = 1 << 20
 """Largest size that is tried if the user gives no limit."""
 
+FASTEST = 16
+"""Maximum ratio of the next size to the largest size that fits, however little memory that one needs."""
 
 Outcome = Report | BudgetInfeasible
 """The result for one size: the report of a plan that fits, or the error that none fits."""
-
-FASTEST = 16
-"""Maximum ratio of the next size to the largest size that fits, however little memory that one needs."""
 
 
 def minimum_bytes_of(outcome: Outcome) -> int:
@@ -40,50 +39,85 @@ def minimum_bytes_of(outcome: Outcome) -> int:
 
 @dataclass
 class SizeSearch:
-    """A bisection that takes its first guesses from a straight line through two peaks."""
+    """Plans sizes, which are counts of ``step``, by a bisection that takes guesses from a straight line through two peaks."""
 
     outcome_of: Callable[[int], Outcome]
     limit: int
+    step: int = 1
+    shows: bool = True
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fits: int = 0
     """Largest count that is known to fit."""
+    misses: int | None = None
+    """Smallest count that is known not to fit."""
 
-    @property
-    def misses(self) -> int | None:
-        """The smallest count above ``fits`` that is known not to fit; None if there is none."""
-        refused = (count for count, outcome in self.outcomes.items() if isinstance(outcome, BudgetInfeasible))
-        return min((count for count in refused if count > self.fits), default=None)
+    def plan(self, count: int) -> None:
+        """Plans the size of ``count``, unless that is known."""
+        if count in self.outcomes:
+            return
+        size, told = count * self.step, [f"{self.fits * self.step} fits"] if self.fits else []
+        told += [] if self.misses is None else [f"{self.misses * self.step} is too large"]
+        try:
+            with status_if_slow(f"trying {size}" + (f" ({', '.join(told)})" if told else ""), self.shows):
+                self.outcomes[count] = self.outcome_of(count)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(f"stopped while {size} was planned; known: {', '.join(told) or 'nothing'}") from stop
+        if isinstance(self.outcomes[count], BudgetInfeasible):
+            self.misses = min(count, self.misses or count)
+        else:
+            self.fits = max(count, self.fits)
 
     def run(self) -> None:
-        """Tries counts until the largest one that fits is known."""
-        count: int | None = 1
-        while count is not None:
-            self.outcomes[count] = self.outcome_of(count)
-            if not isinstance(self.outcomes[count], BudgetInfeasible):
-                self.fits = max(self.fits, count)
-            count = self.next_count(count)
-
-    def next_count(self, last: int) -> int | None:
-        """Returns the count to try after ``last``; None if the search is complete."""
-        low, high = self.fits, self.misses
-        if low == 0 or low >= self.limit or (high is not None and high - low <= 1):
-            return None
-        if high is None:
-            guess = 2 * low if len(self.outcomes) < 2 else max(2 * low, self.on_a_line())
-            return min(guess, FASTEST * low, self.limit)
-        way = len(self.outcomes) % 3
-        # Try the guess, then its neighbour, then the middle. A correct guess is confirmed at once; a wrong one costs little.
-        guess = self.on_a_line() if way == 0 else (low + 1 if last == low else high - 1) if way == 1 else (low + high) // 2
-        return min(max(guess, low + 1), high - 1)
+        """Plans counts until the largest one that fits is known."""
+        count = 1
+        with status_if_slow("looking for the largest size that fits", self.shows):
+            while count not in self.outcomes:
+                self.plan(count)
+                low, high = self.fits, self.misses
+                if high is None:
+                    guess = 2 * low if low == 1 else max(2 * low, self.on_a_line())
+                    count = min(guess, FASTEST * low, self.limit)
+                elif high - low > 1:
+                    way = len(self.outcomes) % 3  # the guess, then its neighbour, then the middle: a wrong guess costs little
+                    near = low + 1 if count == low else high - 1
+                    guess = self.on_a_line() if way == 0 else near if way == 1 else (low + high) // 2
+                    count = min(max(guess, low + 1), high - 1)
 
     def on_a_line(self) -> int:
         """Returns the count whose peak would equal the budget if peaks lay on the line through the two nearest known ones."""
-        nearest = sorted(self.outcomes, key=lambda count: abs(count - self.fits))[:2]
+        nearest = sorted(self.outcomes.items(), key=lambda one: abs(one[0] - self.fits))[:2]
         # A device budget shrinks with the inputs, so the line is that of the excess over the budget.
-        excesses = {count: minimum_bytes_of(one) - (one.budget_bytes or 0) for count, one in self.outcomes.items()}
-        (first, below), (second, above) = sorted((count, excesses[count]) for count in nearest)
+        excesses = sorted((count, minimum_bytes_of(one) - (one.budget_bytes or 0)) for count, one in nearest)
+        (first, below), (second, above) = excesses
         slope = (above - below) / (second - first)
         return int(first - below / slope) if slope > 0 else 2 * second
+
+
+def _search_of(
+    tool: str,
+    make_inputs: Callable[[int], Any],
+    model_or_fn: Callable[..., Any],
+    options: Mapping[str, Any],
+    step: int,
+    limit: int,
+    device: str | torch.device | None,
+    lower: bool = False,
+) -> SizeSearch:
+    if isinstance(budget := options["memory_budget"], float | None):
+        raise OptionsError(f'memory_budget={budget!r}: {tool} needs bytes, as in "60GiB", or "auto"')
+    if not 1 <= step <= limit:
+        raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
+    parsed = Options.parse({**options, "on_infeasible": "raise"}, None, compilers.inductor_config_names)
+
+    def outcome_of(count: int) -> Outcome:
+        with fake_tensors.new_mode():
+            args, kwargs = arguments_of(make_inputs(count * step))
+        try:
+            return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
+        except BudgetInfeasible as error:  # the backend would raise this error too
+            return error
+
+    return SizeSearch(outcome_of, limit // step, step, parsed.progress)
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,86 +163,82 @@ def max_batch(
 ) -> Fit:
     """Returns the largest multiple of ``step``, up to ``limit``, for which ``model_or_fn`` on ``make_inputs(size)`` fits.
 
-    ``make_inputs`` maps a size to the arguments: a tuple or list of positional arguments, a dict of keyword arguments, or a
-    single argument. Its tensors are fake, so sizes beyond the memory of this machine can be tried. The search assumes that a
-    larger size needs more memory. It plans for a few sizes only, guided by their peaks.
+    ``make_inputs`` maps a size to the arguments: a tuple or list, a dict of keyword arguments, or a single one. Its tensors are
+    fake, so sizes beyond the memory of this machine can be tried. A larger size is assumed to need more memory.
 
     ``memory_budget`` is in bytes, or text such as "60GiB", a device budget, or "auto". ``options``, ``device`` and ``lower``
-    are those of ``autoremat.explain``. With ``lower=True``, generated code decides for each size that is tried.
+    are those of ``autoremat.explain``. With ``accumulate=True``, every micro-batch of a step fits that accumulates gradients,
+    beside those of earlier ones. None means the option of the same name.
 
-    With ``accumulate=True``, every micro-batch of a step fits that accumulates gradients. The first allocates them. Later ones
-    compute further gradients and add to these, so both are live. None means the option of the same name.
-
-    Raises ``BudgetInfeasible`` if even ``step`` does not fit, and ``CaptureError`` if the step cannot be traced. Raises
-    ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
+    Raises ``BudgetInfeasible`` if even ``step`` does not fit, and ``OptionsError`` for a budget that is not in bytes.
     """
-    parsed = options_for_sizes("max_batch", memory_budget, step, limit, options, accumulate)
-    search = SizeSearch(planning_sizes(make_inputs, model_or_fn, parsed, step, device, lower), limit // step)
-    with status_if_slow("looking for the largest size that fits", shown=parsed.progress):
-        search.run()
-    fitting = search.outcomes.get(search.fits)
-    if not isinstance(fitting, Report):
-        refused = search.outcomes[1]
-        assert isinstance(refused, BudgetInfeasible)
-        raise refused
-    miss = search.misses
-    return Fit(
-        search.fits * step,
-        fitting,
-        None if miss is None else miss * step,
-        None if miss is None else minimum_bytes_of(search.outcomes[miss]),
-        tuple(
-            (count * step, minimum_bytes_of(outcome), isinstance(outcome, Report)) for count, outcome in search.outcomes.items()
-        ),
-    )
+    given = {**options_of(options), "memory_budget": memory_budget} | ({} if accumulate is None else {"accumulate": accumulate})
+    search = _search_of("max_batch", make_inputs, model_or_fn, given, step, limit, device, lower)
+    search.run()
+    fitting = search.outcomes[search.fits or 1]
+    if isinstance(fitting, BudgetInfeasible):
+        raise fitting
+    tried = tuple((n * step, minimum_bytes_of(one), isinstance(one, Report)) for n, one in search.outcomes.items())
+    if search.misses is None:
+        return Fit(search.fits * step, fitting, None, None, tried)
+    least = minimum_bytes_of(search.outcomes[search.misses])
+    return Fit(search.fits * step, fitting, search.misses * step, least, tried)
 
 
-def options_for_sizes(
-    tool: str,
-    memory_budget: object,
-    step: int,
-    limit: int,
-    options: Mapping[str, Any] | None,
-    accumulate: bool | None,
-) -> Options:
-    """Returns the options under which ``tool`` plans steps of several sizes.
+@dataclass(frozen=True, repr=False)
+class BestBatch(Shown):
+    """The size with the most samples per predicted second. Printed as a table of all sizes that were planned."""
 
-    Raises ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
-    """
-    refuse_shares(memory_budget, tool)
-    if not 1 <= step <= limit:
-        raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
-    wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
-    if accumulate is not None:
-        wanted["accumulate"] = accumulate
-    return Options.parse(wanted, None, compilers.inductor_config_names)
+    size: int
+    samples_per_second: float
+    report: Report
+    """Report of a step of ``size``."""
+    tried: tuple[tuple[int, float, int], ...]
+    """Each size, ascending, with its seconds of forward and backward (infinite if it does not fit) and its minimum peak."""
+
+    def line(self) -> str:
+        budget = format_bytes(self.report.budget_bytes or 0)
+        return f"{self.size} is best within {budget}: {self.samples_per_second:.4g} samples per second predicted"
+
+    def tables(self) -> Sequence[PlainTable]:
+        table = PlainTable(self.line(), ("size", "samples/s", "forward and backward", "least peak"), numbers=4)
+        for size, seconds, peak in self.tried:
+            speed, time = (f"{size / seconds:.4g}", format_seconds(seconds)) if seconds < float("inf") else ("does not fit", "")
+            table.add_row(str(size), speed, time, format_bytes(peak))
+        return [table]
 
 
-def planning_sizes(
+def best_batch(
     make_inputs: Callable[[int], Any],
     model_or_fn: Callable[..., Any],
-    options: Options,
-    step: int,
-    device: str | torch.device | None,
-    lower: bool,
-) -> Callable[[int], Outcome]:
-    """Returns the function that plans a step of ``count * step`` samples, given ``count``."""
-    known: dict[str, int] = {}
+    memory_budget: int | str | DeviceBudget,
+    *,
+    step: int = 1,
+    limit: int = LIMIT,
+    candidates: Iterable[int] | None = None,
+    seconds_per_step: float = 0.0,
+    options: Mapping[str, Any] | None = None,
+    device: str | torch.device | None = None,
+) -> BestBatch:
+    """Returns the size with the most samples per second of ``explain`` for which ``model_or_fn`` on ``make_inputs(size)`` fits.
 
-    def outcome_of(count: int) -> Outcome:
-        size, told = count * step, [f"{other} {verdict}" for verdict, other in sorted(known.items())]
-        with fake_tensors.new_mode():
-            given = make_inputs(size)
-        args, kwargs = arguments_of(given)
-        try:
-            with status_if_slow(f"trying {size}" + (f" ({', '.join(told)})" if told else "")):
-                report = explain_by(model_or_fn, args, kwargs, options, device, lower)
-            known["fits"] = max(size, known.get("fits", size))
-            return report
-        except BudgetInfeasible as error:  # the backend would raise this error too
-            known["is too large"] = min(size, known.get("is too large", size))
-            return error
-        except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(f"stopped while {size} was planned; known: {', '.join(told) or 'nothing'}") from stop
-
-    return outcome_of
+    Arguments are those of ``autoremat.max_batch``. Plans the largest that fits and three halvings, or exactly ``candidates``.
+    ``seconds_per_step`` are those that no batch changes, such as the optimizer's. Raises what ``autoremat.max_batch`` raises.
+    """
+    sizes = [size for size in map(as_int, candidates or ()) if size]
+    if candidates is not None and min(sizes, default=0) < 1:
+        raise refused("candidates", candidates, "sizes, ints >= 1, at least one")
+    unit, given = 1 if sizes else step, {**options_of(options), "memory_budget": memory_budget}
+    search = _search_of("best_batch", make_inputs, model_or_fn, given, unit, limit, device)
+    if not sizes:
+        search.run()
+    for count in sizes or [search.fits >> halvings for halvings in range(4) if search.fits >> halvings]:
+        search.plan(count)
+    outcomes = sorted(search.outcomes.items())
+    seconds = {n: seconds_of(one) if isinstance(one, Report) else float("inf") for n, one in outcomes}
+    best = max(seconds, key=lambda count: (count / (seconds[count] + seconds_per_step), -count))
+    report = search.outcomes[best]
+    if isinstance(report, BudgetInfeasible):
+        raise report
+    tried = tuple((count * unit, seconds[count], minimum_bytes_of(one)) for count, one in outcomes)
+    return BestBatch(best * unit, best * unit / (seconds[best] + seconds_per_step), report, tried)

@@ -17,13 +17,13 @@ from strategies import GraphBuilder, graphs
 
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Constraint, Role
-from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.planner.search.planner import Planner
 from autoremat.report import plots, registry, text_tables
 from autoremat.report.decisions import Decision
 from autoremat.report.peak_snapshot import REMEDIES, parts_of_peak, remedies_for_model, remedy_for
 from autoremat.report.registry import add_report, reports
 from autoremat.report.report import Report
+from autoremat.tools.pareto import BOUND, OURS, POLICY, TORCH, Point
 
 
 @pytest.fixture

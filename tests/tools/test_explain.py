@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, CaptureError, OptionsError
 from autoremat.planner.cost.datasheets import device_memory
-from autoremat.planner.search.pareto_front import OURS
+from autoremat.report.plots import OURS
 from autoremat.report.report import Report
 from autoremat.report.text_tables import brief
 from autoremat.tools.cuda_kernels import attention_on_cuda

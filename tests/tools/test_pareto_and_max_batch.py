@@ -7,9 +7,10 @@ import types
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build
+from strategies import chain, changed, graphs
 from test_explain import EAGER, MIB, Mlp
 from torch import nn
 from torch.nn import functional as F
@@ -21,11 +22,14 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import plan_of_partition
 from autoremat.options.options import Options
-from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
+from autoremat.planner.plans.limits import Limits, undominated
+from autoremat.planner.search.planner import Planner
+from autoremat.report.plots import BOUND, OURS, POLICY, TORCH
 from autoremat.tools import max_batch
 from autoremat.tools.advice import seconds_of
 from autoremat.tools.explain import previews
 from autoremat.tools.max_batch import SizeSearch
+from autoremat.tools.pareto import Point, front_of
 from autoremat.torch_private import compilers, fake_tensors
 
 
@@ -49,6 +53,35 @@ def test_nothing_is_below_the_bound_and_nothing_of_torchs_beats_ours(points):
         assert all(p.added_seconds >= bound.added_seconds - 1e-12 for p in points if p.peak_bytes <= bound.peak_bytes)
     for theirs in (p for p in points if p.family == TORCH):
         assert not any(theirs.peak_bytes <= p.peak_bytes and theirs.added_seconds < p.added_seconds - 1e-12 for p in ours)
+
+
+def test_our_points_lie_between_the_bound_and_no_recomputation():
+    graph = chain(24, size=MIB, seconds=1e-3, forward_outputs=(24,), saving_seconds_per_byte=0.0)
+    points = list(front_of(graph, 6, 5.0))
+    ours, bounds = ([p for p in points if p.family == family] for family in (OURS, BOUND))
+    planner = Planner(graph)
+    assert ours[-1].peak_bytes == planner.baseline.peak_bytes
+    assert ours[-1].added_seconds == 0.0
+    assert ours[0].peak_bytes == planner.find(Limits(1)).smallest.peak_bytes  # the search for the least peak
+    assert [p.added_seconds for p in ours] == sorted((p.added_seconds for p in ours), reverse=True)
+    for bound in bounds:
+        assert all(p.added_seconds >= bound.added_seconds for p in ours if p.peak_bytes <= bound.peak_bytes)
+
+
+@settings(max_examples=25)
+@given(graphs())
+def test_no_policy_is_below_the_bound(graph):
+    graph = changed(graph, saving_seconds_per_byte=0.0)
+    front = list(front_of(graph, 4, 5.0))
+    bounds = [p for p in front if p.family == BOUND]
+    for point in (p for p in front if p.family == POLICY):
+        assert all(point.added_seconds >= b.added_seconds - 1e-9 for b in bounds if point.peak_bytes <= b.peak_bytes)
+
+
+def test_what_another_one_beats_is_left_out():
+    points = [Point("a", "x", 10, 1.0, 2.0), Point("a", "y", 10, 2.0, 2.0), Point("b", "z", 20, 3.0, 2.0)]
+    assert [p.label for p in undominated(points, lambda p: (p.peak_bytes, p.added_seconds))] == ["x"]
+    assert points[0].overhead == 0.5
 
 
 def halves_by_torch(priced):
