@@ -18,7 +18,7 @@ from autoremat import host_memory
 from autoremat.basics import disk_cache
 from autoremat.basics.codec import Codec
 from autoremat.basics.progress import now
-from autoremat.host_memory.buffers import new_stream
+from autoremat.host_memory.links import new_stream
 from autoremat.measure.calibration import device_key, device_name, least_seconds, outside_of_modes, ranks_of_machine
 from autoremat.planner.cost.links import HostLink, Interconnect, LinkSource, Pattern, assumed_host_link, sent_bytes
 from autoremat.torch_private import process_groups

@@ -17,7 +17,7 @@ import autoremat
 from autoremat import TransferError, host_memory
 from autoremat.host_memory import links, ops
 from autoremat.host_memory.links import Link
-from autoremat.passes.forms import OnHost
+from autoremat.passes.insert_transfers import OnHost
 
 
 @pytest.fixture(autouse=True)
@@ -158,14 +158,14 @@ def test_a_store_that_does_not_happen_is_an_error(step):
     with mock.patch.object(Link, "copy_to_host", lambda self, source, capacity: source.clone()):
         with pytest.raises(TransferError) as raised:
             step(X)
-    planned = autoremat.reports()[-1].stored.moved_bytes
+    planned = autoremat.reports()[-1].moved_bytes
     assert f"the forward of a compiled graph has moved 0 bytes to the host, and its plan moves {planned}:" in str(raised.value)
 
 
 def test_a_load_that_a_pass_drops_is_an_error(step):
     unchanged = {
-        "begin_load": lambda self, builder, holder, stored: stored,
-        "end_load": lambda self, builder, holder, begun, stored: begun,
+        "begin_load": lambda self, holder, stored: stored,
+        "end_load": lambda self, holder, begun, stored: begun,
     }
     with mock.patch.multiple(OnHost, **unchanged):
         loss = step(X)
@@ -188,7 +188,7 @@ def test_steps_that_are_legal_pass(step):
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         loss = step(X)
     loss.backward()
-    planned, done = autoremat.reports()[-1].stored.moved_bytes, host_memory.statistics("cpu")
+    planned, done = autoremat.reports()[-1].moved_bytes, host_memory.statistics("cpu")
     assert done.to_host_bytes == 5 * planned
     assert done.from_host_bytes == 6 * planned
     assert done.used_bytes == 0
