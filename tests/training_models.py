@@ -161,20 +161,6 @@ def language_model_with_cache(compile_: Compile) -> list[Tensor]:
     return numbers(first.loss, second.loss, model)
 
 
-@step
-def whisper(compile_: Compile) -> list[Tensor]:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    sizes = {"vocab_size": 32, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32}
-    more = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "num_mel_bins": 8}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    model = WhisperForConditionalGeneration(
-        WhisperConfig(**sizes, **more, **tokens, max_source_positions=10, max_target_positions=8, dropout=0.1)
-    ).train()
-    loss = compile_(lambda x, labels: model(input_features=x, labels=labels, use_cache=False).loss)
-    return train(model, loss, rows(2, 8, 20), torch.randint(3, 32, (2, 6)))
-
-
 VOCABULARY, TOKENS = 32, (2, 8)
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

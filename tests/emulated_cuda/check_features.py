@@ -13,17 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from autoremat.report.decisions import Decision
-from emulated_cuda.steps import ROUNDING, Cell, cells_of, check, inductors_gradients, on_card, planned_step
-
-BOTH = (None, 1)
-
-
-def cells(module: nn.Module, x: Tensor, dtype: torch.dtype, rounding: float, **options: Any) -> list[Cell]:
-    """Returns the cells without a budget and with the smallest plan, after a check of each."""
-    found = list(cells_of("", (module, (x,)), dtype, BOTH, **options))
-    for cell in found:
-        check(cell, rounding)
-    return found
+from emulated_cuda.steps import ROUNDING, checked, inductors_gradients, on_card, planned_step
 
 
 class UnderAutocast(nn.Module):
@@ -43,7 +33,7 @@ class UnderAutocast(nn.Module):
 @pytest.mark.slow
 def test_autocast_recomputes_casts_of_parameters():
     module, x = UnderAutocast(), torch.randn(256, 32)
-    cells(module, x, torch.float32, ROUNDING[torch.bfloat16])
+    checked((module, (x,)), torch.float32, rounding=ROUNDING[torch.bfloat16])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = planned_step(module, (x.cuda(),), memory_budget=1, on_infeasible="best_effort").report
@@ -92,14 +82,9 @@ KERNELS = [
 def test_attention_repeats_its_dropout(kernel, variant, monkeypatch):
     monkeypatch.setenv("EMULATED_ATTENTION", kernel)
     options = VARIANTS[variant]
-    found = cells(
-        Attention(**options),
-        torch.randn(2, 32, 64),
-        torch.bfloat16,
-        ROUNDING[torch.bfloat16],
-        has_dropout="dropout_p" in options,
-    )
-    assert found[1].measured_bytes < found[0].measured_bytes
+    built = Attention(**options), (torch.randn(2, 32, 64),)
+    whole, least = checked(built, torch.bfloat16, has_dropout="dropout_p" in options)
+    assert least.result.peak_bytes < whole.result.peak_bytes
 
 
 class Norms(nn.Module):
@@ -123,7 +108,7 @@ def test_workspaces_of_mixed_order_reductions_are_replayed(monkeypatch):
         lambda wrapper, workspace: (allocated.append(workspace), original(wrapper, workspace))[1],
     )
     with inductor_config.patch({"triton.mix_order_reduction": True, "triton.mix_order_reduction_non_strict_mode": True}):
-        cells(Norms(), torch.randn(2048, 64), torch.float32, 1e-4)
+        checked((Norms(), (torch.randn(2048, 64),)), torch.float32, rounding=1e-4)
     assert allocated
 
 
@@ -161,8 +146,7 @@ def test_operands_in_float8_are_saved_with_one_byte():
     module, (x,) = on_card(built, torch.bfloat16)
     # Eager code rounds between two ops, so a value may fall on the other side of a step of 8 bits.
     reference = inductors_gradients(built, torch.bfloat16)
-    found = cells(module, x, torch.bfloat16, ROUNDING[torch.bfloat16], reference=reference)
-    assert found[1].recomputed_ops > 0
+    checked((module, (x,)), torch.bfloat16, reference=reference)
     report = planned_step(module, (x,), memory_budget=1.0).report
     narrow = [value for value in report.values if value.decision is Decision.SAVED and value.bytes == x.numel()]
     assert narrow
@@ -182,5 +166,4 @@ class Flexible(nn.Module):
 
 @pytest.mark.slow
 def test_flex_attention():
-    module, (x,) = on_card((Flexible(), (torch.randn(1, 128, 64),)), torch.bfloat16)
-    cells(module, x, torch.bfloat16, ROUNDING[torch.bfloat16], has_dropout=True)
+    checked((Flexible(), (torch.randn(1, 128, 64),)), torch.bfloat16, has_dropout=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -14,12 +15,7 @@ from torch.nn import functional as F
 from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.allocations import FREED, Allocations, peak_block_bytes
 from emulated_cuda import small_models
-from emulated_cuda.steps import ROUNDING, MeanSquare, cells_of, cells_of_model, check, on_card, planned_step, rounding_of
-
-BUDGETS = (None, 0.8, 1)
-
-CELLS = [("llama", torch.float16, 0.7), ("resnet", torch.float16, 1), ("experts", torch.bfloat16, 1)]
-"""The data type and the budget of some models. ``write_cells`` runs every model in all types under all budgets."""
+from emulated_cuda.steps import MeanSquare, checked, checked_model, has_equal_bits, on_card, planned_step
 
 
 class Block(nn.Module):
@@ -52,37 +48,30 @@ def block(dropout: float) -> Any:
     return Block(dropout), (torch.randn(128, 64),)
 
 
-def images() -> Any:
+def images(_: float = 0.0) -> Any:
     torch.manual_seed(0)
     return Images(), (torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,)))
 
 
-def check_all(built: Any, dtype: torch.dtype, has_dropout: bool = False) -> None:
-    for cell in cells_of("", built, dtype, BUDGETS, has_dropout=has_dropout):
-        check(cell, ROUNDING[dtype])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_a_linear_network(dtype):
-    check_all(block(0.0), dtype)
-
-
-@pytest.mark.slow
-def test_recomputed_dropout_draws_the_same_numbers():
-    check_all(block(0.3), torch.float32, has_dropout=True)
-
-
-@pytest.mark.slow
-def test_convolutions_and_batch_norm():
-    check_all(images(), torch.float32)
+@pytest.mark.parametrize(
+    ("built", "dtype", "dropout"),
+    [
+        (block, torch.float32, 0.0),
+        pytest.param(block, torch.bfloat16, 0.0, marks=pytest.mark.slow),
+        pytest.param(block, torch.float32, 0.3, marks=pytest.mark.slow),
+        pytest.param(images, torch.float32, 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_network(built, dtype, dropout):
+    checked(built(dropout), dtype, (None, 0.8, 1), has_dropout=dropout > 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype", "budget"), CELLS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "budget"), [("llama", torch.float16, 0.7), ("resnet", torch.float16, 1), ("experts", torch.bfloat16, 1)]
+)
 def test_a_model(name, dtype, budget):
-    rounding = rounding_of(name, dtype)
-    for cell in cells_of_model(name, dtype, (None, budget)):
-        check(cell, rounding)
+    checked_model(name, dtype, (None, budget))
 
 
 @pytest.mark.slow
@@ -90,9 +79,9 @@ def test_a_model(name, dtype, budget):
 def test_recomputed_values_have_the_bits_of_the_first_where_each_op_rounds(name, dtype):
     """Fused kernels omit the rounding between ops, and recomputation fuses others: nothing else differs."""
     with torch._inductor.config.patch(emulate_precision_casts=True):
-        cells = list(cells_of_model(name, dtype, (None, 1)))
-    assert cells[1].recomputed_ops > cells[0].recomputed_ops
-    assert cells[1].has_equal_bits
+        whole, least = checked_model(name, dtype, (None, 1), rounding=math.inf)
+    assert least.report.recomputed_ops > whole.report.recomputed_ops
+    assert has_equal_bits(least, whole)
 
 
 def blocks() -> Any:

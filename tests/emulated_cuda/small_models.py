@@ -27,10 +27,6 @@ class Transformer(nn.Module):
         return x + self.feed_forward(self.second_norm(x))
 
 
-def perceptron(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-
 class Experts(nn.Module):
     """A mixture of experts: each token takes the two of most weight. All shapes are static."""
 
@@ -62,22 +58,6 @@ class TokenClassifier(nn.Module):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
 
 
-class Patches(nn.Module):
-    """Patches of images as a sequence, with learned positions."""
-
-    def __init__(self, width: int, side: int, number: int) -> None:
-        super().__init__()
-        self.project, self.positions = nn.Conv2d(3, width, side, side), nn.Parameter(torch.zeros(number, width))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.project(images).flatten(2).transpose(1, 2) + self.positions
-
-
-def vit() -> Built:
-    layers: list[nn.Module] = [Transformer(64, 4, perceptron(64)) for _ in range(2)]
-    return TokenClassifier(Patches(64, 4, 16), layers, 64, 10), (torch.randn(16, 3, 16, 16), torch.randint(10, (16, 16)))
-
-
 def experts() -> Built:
     layers: list[nn.Module] = [Transformer(64, 4, Experts(64)) for _ in range(2)]
     tokens = torch.randint(128, (2, 32))
@@ -93,7 +73,6 @@ def shortened(name: str, **sizes: int) -> Built:
 MODELS: Mapping[str, Callable[..., Built]] = {
     "llama": lambda layers=2: shortened("llama", layers=layers),
     "gpt2": lambda layers=2: shortened("gpt2", layers=layers),
-    "vit": vit,
     "resnet": lambda blocks=2: shortened("resnet", blocks=blocks),
     "experts": experts,
 }

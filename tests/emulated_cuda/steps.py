@@ -88,11 +88,8 @@ def replayed_peaks() -> Iterator[dict[bool, inductor_lowering.LoweredPeak]]:
         found[bare.is_backward] = bare
         return original(lowering, source, known)
 
-    inductor_lowering._lowered_peak = replay
-    try:
+    with mock.patch.object(inductor_lowering, "_lowered_peak", replay):
         yield found
-    finally:
-        inductor_lowering._lowered_peak = original
 
 
 def planned_step(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> PlannedStep:
@@ -123,34 +120,10 @@ def relative_error(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> flo
     return max(float((a - b).norm() / max(float(b.norm()), 1e-2 * scale)) for a, b in pairs)
 
 
+ROUNDING = {torch.float32: 1e-5, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+"""Largest relative error of a gradient against another order of the same arithmetic, by data type."""
+
 Budget = float | int | None
-
-BUDGETS: tuple[Budget, ...] = (None, 0.7, 1)
-"""No budget, a share of the baseline's peak, and one byte: the smallest plan there is."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A step as planned and as run. Sizes are in bytes."""
-
-    model: str
-    data_type: str
-    budget: Budget
-    """As asked for."""
-    budget_bytes: int | None
-    within_budget: bool | None
-    predicted_bytes: int
-    compiled_bytes: int
-    """The peak in the report: the replayed one with workspaces and code headroom."""
-    replayed_bytes: int
-    measured_bytes: int
-    recomputed_ops: int
-    error_to_torch: float | None
-    """Largest relative error of a gradient, to eager code, in float32 where rounding decides. None with dropout."""
-    error_to_first: float
-    """The same to the step without a budget."""
-    has_equal_bits: bool
-    """True if all gradients have the bits of the step without a budget."""
 
 
 def inductors_gradients(built: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -161,73 +134,50 @@ def inductors_gradients(built: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return run_step(torch.compile(module), module, inputs).gradients
 
 
-def cells_of(
-    name: str,
+def checked(
     built: Any,
     dtype: torch.dtype,
-    budgets: Sequence[Budget] = BUDGETS,
+    budgets: Sequence[Budget] = (None, 1),
+    rounding: float | None = None,
     reference: tuple[Tensor, ...] | None = None,
     has_dropout: bool = False,
     **options: Any,
-) -> Iterator[Cell]:
-    """Runs a model under each budget. ``reference`` are gradients to compare with, by default those of eager code."""
+) -> list[PlannedStep]:
+    """Runs a model under each budget. Asserts that measured and replayed peak agree to the byte, that budgets hold, and that
+    gradients are those of the first step and of ``reference``, by default of eager code, which repeats no dropout."""
+    rounding = ROUNDING[dtype] if rounding is None else rounding
     module, inputs = on_card(built, dtype)
     if reference is None and not has_dropout:
         reference = run_step(module, module, inputs).gradients
-    first: tuple[Tensor, ...] | None = None
+    steps: list[PlannedStep] = []
     for budget in budgets:
         chosen = {} if budget is None else {"memory_budget": budget, "on_infeasible": "best_effort"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BudgetWarning)  # the best effort may exceed the budget
-            step = planned_step(module, inputs, **chosen, **options)
-        gradients, report = step.result.gradients, step.report
-        first = first or gradients
-        assert report.compiled_peak_bytes is not None
-        yield Cell(
-            model=name, data_type=str(dtype).removeprefix("torch."), budget=budget, budget_bytes=report.budget_bytes,
-            within_budget=report.within_budget, predicted_bytes=report.predicted_peak_bytes,
-            compiled_bytes=report.compiled_peak_bytes, replayed_bytes=step.replayed_bytes,
-            measured_bytes=step.result.peak_bytes, recomputed_ops=report.recomputed_ops,
-            error_to_torch=None if reference is None else relative_error(gradients, reference),
-            error_to_first=relative_error(gradients, first), has_equal_bits=all(map(torch.equal, gradients, first)),
-        )  # fmt: skip
+            steps.append(step := planned_step(module, inputs, **chosen, **options))
+        peak, report, gradients = step.result.peak_bytes, step.report, step.result.gradients
+        assert peak == step.replayed_bytes, budget
+        assert peak <= report.compiled_peak_bytes, budget
+        if report.within_budget and report.budget_bytes is not None:
+            assert peak <= report.budget_bytes, budget
+        assert budget != 1 or report.recomputed_ops > 0
+        assert relative_error(gradients, steps[0].result.gradients) <= rounding, budget
+        assert reference is None or relative_error(gradients, reference) <= rounding, budget
+    return steps
 
 
-def exact_gradients(name: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns the gradients of eager code in float32, at weights and inputs rounded to ``dtype``."""
-    module, inputs = on_card(on_card(build(name), dtype))
-    return run_step(module, module, inputs).gradients
+def has_equal_bits(one: PlannedStep, other: PlannedStep) -> bool:
+    return all(map(torch.equal, one.result.gradients, other.result.gradients))
 
 
-def rounding_of(name: str, dtype: torch.dtype) -> float:
-    """Returns the relative error that a step may have: that of eager code, if rounding decides."""
-    if not rounding_decides(name, dtype):
-        return ROUNDING[dtype]
-    module, inputs = on_card(build(name), dtype)
-    return max(ROUNDING[dtype], relative_error(run_step(module, module, inputs).gradients, exact_gradients(name, dtype)))
-
-
-def rounding_decides(name: str, dtype: torch.dtype) -> bool:
-    """Tells if rounding decides the sign of activations behind batch norm, or the experts that a token takes."""
-    return name in ("resnet", "experts") and dtype is not torch.float32
-
-
-def cells_of_model(name: str, dtype: torch.dtype, budgets: Sequence[Budget] = BUDGETS) -> Iterator[Cell]:
-    """Runs a small model under the budgets."""
-    reference = exact_gradients(name, dtype) if rounding_decides(name, dtype) else None
-    return cells_of(name, build(name), dtype, budgets, reference=reference, has_dropout=name in HAVE_DROPOUT)
-
-
-ROUNDING = {torch.float32: 1e-5, torch.float16: 3e-2, torch.bfloat16: 6e-2}
-"""Largest relative error of a gradient against another order of the same arithmetic, by data type."""
-
-
-def check(cell: Cell, rounding: float) -> None:
-    """Asserts that measured and replayed peak agree to the byte, that the budget holds, and that gradients are right."""
-    assert cell.measured_bytes == cell.replayed_bytes, cell
-    assert cell.measured_bytes <= cell.compiled_bytes, cell
-    if cell.within_budget and cell.budget_bytes is not None:
-        assert cell.measured_bytes <= cell.budget_bytes, cell
-    assert cell.budget != 1 or cell.recomputed_ops > 0, cell
-    assert cell.error_to_first <= rounding, cell
-    assert (cell.error_to_torch or 0.0) <= rounding, cell
+def checked_model(name: str, dtype: torch.dtype, budgets: Sequence[Budget], rounding: float | None = None) -> list[PlannedStep]:
+    """Checks a small model. Where rounding decides the sign of activations behind batch norm, or the experts of a token, the
+    reference is eager code in float32, at weights and inputs of ``dtype``, from which eager code differs as much."""
+    built, reference = build(name), None
+    if name in ("resnet", "experts") and dtype is not torch.float32:
+        module, inputs = on_card(on_card(build(name), dtype))
+        reference = run_step(module, module, inputs).gradients
+        module, inputs = on_card(build(name), dtype)
+        error = relative_error(run_step(module, module, inputs).gradients, reference)
+        rounding = max(ROUNDING[dtype], error) if rounding is None else rounding
+    return checked(built, dtype, budgets, rounding, reference, has_dropout=name in HAVE_DROPOUT)
