@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoremat
+
 WIDTH, ROWS = 32, 96
 EAGER = {"compiler": "aot_eager"}
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -113,6 +115,15 @@ def gradients(model: nn.Module, step, inputs: torch.Tensor, seed: int = 0) -> li
     torch.manual_seed(seed)
     step(inputs).backward()
     return [p.grad for p in model.parameters()]
+
+
+def measured(model: nn.Module, step: Callable[..., torch.Tensor], inputs: torch.Tensor) -> int:
+    """The peak of a step, after one that compiles it."""
+    gradients(model, step, inputs)
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        step(inputs).backward()
+    return peak.bytes
 
 
 class Gelu(nn.Module):

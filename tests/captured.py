@@ -13,7 +13,9 @@ import torch
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
+from autoremat.tools.explain import previews
 from autoremat.torch_private import inductor_lowering
 from autoremat.torch_private.inductor_lowering import LoweredPeak
 
@@ -68,6 +70,13 @@ def generated() -> Iterator[list[tuple[str, LoweredPeak]]]:
 
     with mock.patch.object(inductor_lowering, "_lowered_peak", keep):
         yield found
+
+
+def priced(function: Callable[..., Any], *inputs: Any, device: str | None = None, **options: Any) -> PricedGraph:
+    """The graph of a step as the planner gets it, for uncompiled code by default."""
+    given = Options(**{"compiler": "aot_eager", "on_planning_error": "raise", **options})
+    (found,), _ = previews(function, inputs, {}, given, device, lambda priced: priced)
+    return found
 
 
 def planned(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Seen, Callable[..., Any]]:

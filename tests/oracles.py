@@ -204,13 +204,15 @@ def train_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[
 
 
 def measured_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
-    """The measured peak of a step of which only the first output, a scalar loss, is differentiated."""
+    """The measured peak of a step of which only the loss is differentiated, its first or only output."""
     from autoremat.measure.peak import track_peak
 
     leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
     model.zero_grad(set_to_none=True)
     with track_peak("cpu") as peak:
-        compiled(*leaves)[0].backward()
+        loss = compiled(*leaves)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
     return peak.bytes
 
 

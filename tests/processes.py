@@ -14,7 +14,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,6 @@ TESTS = Path(__file__).parent
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Environment of a process that shares the cores with others. Inductor starts no processes that compile."""
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """The end of one rank's process."""
-
-    value: Any = None
-    """The result of the function."""
-    error: str | None = None
-    """The traceback if the function raised, or a line if the process was ended; None after success."""
-    output: str = ""
-    """The process's standard output and standard error."""
 
 
 class _Origin:
@@ -78,12 +65,13 @@ def run_ranks(
     args: Sequence[Any] = (),
     environment: Mapping[str, str] | None = None,
     group: bool = True,
-) -> list[RankResult]:
+) -> list[Any]:
     """Returns the results of ``function(rank, *args)``, called in ``world_size`` new processes, by rank.
 
     ``function`` is defined at the top of a module under ``tests`` or of an installed package. Its result can be pickled. With
-    ``group``, each process first joins a gloo group over a file. Processes that run longer than ``timeout`` seconds are killed,
-    and their error says so. Variables of the ``environment`` that torch reads while it is imported have no effect.
+    ``group``, each process first joins a gloo group over a file. Processes that run longer than ``timeout`` seconds are killed.
+    Variables of the ``environment`` that torch reads while it is imported have no effect. Raises ``AssertionError`` with the
+    errors of the ranks that failed and what they printed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -100,14 +88,10 @@ def run_ranks(
         deadline = time.monotonic() + timeout
         ended = [origin.wait(max(0.0, deadline - time.monotonic())) for origin in origins]
         _idle.extend(origins)
-        return [_result(folder, rank, code, in_time, timeout) for rank, (code, in_time) in enumerate(ended)]
-
-
-def values(results: Sequence[RankResult]) -> list[Any]:
-    """Returns the values of all ranks. Raises ``AssertionError`` with the errors of the ranks that failed."""
-    failed = [f"rank {rank}: {one.error}\n{one.output}" for rank, one in enumerate(results) if one.error is not None]
+        found = [_result(folder, rank, *end) for rank, end in enumerate(ended)]
+    failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(found) if error]
     assert not failed, "\n".join(failed)
-    return [one.value for one in results]
+    return [value for value, _ in found]
 
 
 @contextlib.contextmanager
@@ -124,14 +108,12 @@ def group_of(ranks: int = 1, rank: int = 0) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _result(folder: Path, rank: int, code: int, on_time: bool, timeout: float) -> RankResult:
-    output = (folder / f"{rank}.output").read_text(errors="replace")
-    file = folder / f"{rank}.result"
+def _result(folder: Path, rank: int, code: int, in_time: bool) -> tuple[Any, str]:
+    """The result of the function on a rank, and the error with the output of the process."""
+    value, error, file = None, f"ended with code {code}" if in_time else "killed", folder / f"{rank}.result"
     if file.exists():
         value, error = pickle.loads(file.read_bytes())
-        return RankResult(value, error, output)
-    error = f"the process ended with code {code}" if on_time else f"the process was killed after {timeout:g} s"
-    return RankResult(None, error, output)
+    return value, error and error + "\n" + (folder / f"{rank}.output").read_text(errors="replace")
 
 
 def _main(folder: Path, rank: int) -> None:
@@ -141,7 +123,7 @@ def _main(folder: Path, rank: int) -> None:
     from torch import distributed
 
     module, name, args, world_size, timeout, group = pickle.loads((folder / "call").read_bytes())
-    value = error = None
+    value, error = None, ""
     try:
         function = getattr(importlib.import_module(module), name)
         if group:

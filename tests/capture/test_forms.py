@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from captured import priced
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,11 +17,9 @@ from autoremat.compiler import joint_graph
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.measure import links
 from autoremat.measure.links import host_link_of, least_link, measure_link
-from autoremat.options.options import Options
 from autoremat.planner.cost.links import HostLink
 from autoremat.planner.graph.op import Engine, Value
 from autoremat.planner.settings import Settings
-from autoremat.tools.explain import previews
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
 FIRST, SECOND = nn.Linear(64, 128), nn.Linear(128, 64)
@@ -46,11 +44,6 @@ def device(small_values: None) -> Iterator[None]:
 def step(x: torch.Tensor) -> torch.Tensor:
     hidden = F.dropout(FIRST(x).tanh(), 0.5)
     return SECOND(hidden.t().contiguous().t()).sin().sum()
-
-
-def priced(function: Any, *inputs: Any, device: str | None = None, **options: Any) -> PricedGraph:
-    (found,), _ = previews(function, inputs, {}, Options(**EAGER, **options), device, lambda priced: priced)
-    return found
 
 
 def names_of(value: Value) -> tuple[str, ...]:
@@ -127,7 +120,7 @@ def test_unified_memory_has_no_link(small_values, monkeypatch):
 @pytest.mark.parametrize(("setting", "said"), [("triton.cudagraphs", "CUDA graphs"), ("cpp_wrapper", "a wrapper in C")])
 def test_settings_under_which_nothing_is_copied(small_values, setting, said):
     options = {"host_memory": "1GiB", "compiler": "inductor", "inductor": ((setting, True),)}
-    (found,), _ = previews(step, (X,), {}, Options(**options), "H100-80GB", lambda priced: priced)
+    found = priced(step, X, device="H100-80GB", **options)
     assert found.unused_forms[0].startswith(
         f"host_memory has no effect on a graph: the code cannot copy to the host under {said}"
     )

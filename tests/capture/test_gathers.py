@@ -10,19 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from captured import priced
 from oracles import same_bits
-from processes import group_of, run_ranks, values
+from processes import group_of, run_ranks
 from sharded_models import Sharded
 from torch import Tensor
 from torch.profiler import profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.options.options import Options
 from autoremat.planner.graph.op import Trait
 from autoremat.report.report import Report
-from autoremat.tools.explain import previews
 
 collectives = torch.ops._c10d_functional
 NAMESPACE = "_c10d_functional"
@@ -114,11 +112,6 @@ def explained(step: Step, *tensors: Tensor, **options: Any) -> Report:
     return autoremat.explain(step, *tensors, options=EAGER | options)
 
 
-def captured(step: Step, *tensors: Tensor, **options: Any) -> PricedGraph:
-    (found,), _ = previews(step, tensors, {}, Options(**EAGER | options), None, lambda priced: priced)
-    return found
-
-
 def measured_peaks(compiled: Step, tensors: list[Tensor], steps: int) -> list[int]:
     """The peak of each of so many steps."""
     peaks = []
@@ -147,7 +140,7 @@ def in_world(*ranks: int) -> pytest.MarkDecorator:
 
 @in_world(64)
 def test_a_gather_is_priced_by_the_bytes_that_it_sends(world):
-    graph = captured(sharded_step, *inputs(world), interconnect_bandwidth=1e6, interconnect_latency=0.5).graph
+    graph = priced(sharded_step, *inputs(world), interconnect_bandwidth=1e6, interconnect_latency=0.5).graph
     gathers = [op for op in graph.ops if op.target == GATHER]
     assert len(gathers) == LAYERS
     assert not [op for op in graph.ops if "wait_tensor" in op.target]
@@ -175,19 +168,19 @@ def read_before_the_wait(x: Tensor, shard: Tensor) -> Tensor:
 @pytest.mark.parametrize("step", [awaited_twice, read_before_the_wait])
 def test_a_gather_that_others_read_stays_apart_from_its_wait_and_runs_once(world, step):
     x, shard = inputs(2)[:2]
-    priced = captured(step, x, shard.detach())
-    assert [op.rematerializable for op in priced.graph.ops if NAMESPACE in op.target] == [False] * (2 + (step is awaited_twice))
-    assert not priced.gathering_ranks
+    found = priced(step, x, shard.detach())
+    assert [op.rematerializable for op in found.graph.ops if NAMESPACE in op.target] == [False] * (2 + (step is awaited_twice))
+    assert not found.gathering_ranks
 
 
 @in_world(2)
 def test_no_gather_runs_again_where_other_ranks_may_plan_otherwise(world):
-    priced = captured(sharded_step, *inputs(2))
-    assert priced.gathering_ranks == {0, 1}
-    once = priced.with_gathers_once()
+    found = priced(sharded_step, *inputs(2))
+    assert found.gathering_ranks == {0, 1}
+    once = found.with_gathers_once()
     assert not once.gathering_ranks
     assert not [op for op in once.graph.ops if op.target == GATHER and op.rematerializable]
-    assert [op.seconds for op in once.graph.ops] == [op.seconds for op in priced.graph.ops]
+    assert [op.seconds for op in once.graph.ops] == [op.seconds for op in found.graph.ops]
 
 
 @in_world(2)
@@ -319,7 +312,7 @@ def with_agreements(rank: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
     """The results of two processes, by their agreement."""
-    return values(run_ranks(with_agreements, 2, timeout=300))
+    return run_ranks(with_agreements, 2, timeout=300)
 
 
 @pytest.mark.slow
@@ -343,7 +336,7 @@ def measuring_rank(rank: int) -> tuple[str, tuple[int, ...], str]:
 
 @pytest.mark.slow
 def test_ranks_measure_their_interconnect_together():
-    first, second = values(run_ranks(measuring_rank, 2))
+    first, second = run_ranks(measuring_rank, 2)
     assert first == second
     assert first[0].endswith("/s (measured)")
     assert first[1] == (0, 1)

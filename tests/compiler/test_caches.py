@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from block_models import Block
-from processes import run_ranks, values
+from processes import run_ranks
 from torch import nn
 
 import autoremat
@@ -95,7 +95,7 @@ class Caches:
             "AUTOREMAT_CACHE_DIR": str(self.folder / "autoremat"),
         }
         call = (budgets, source_hash, train, options)
-        return values(run_ranks(trained, 1, timeout=600, args=call, environment=folders, group=False))[0]
+        return run_ranks(trained, 1, timeout=600, args=call, environment=folders, group=False)[0]
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
-from block_models import EAGER, ROWS, WIDTH, Block, Broken, Layered, gradients
+from block_models import EAGER, ROWS, WIDTH, Block, Broken, Layered, gradients, measured
 from oracles import same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -24,26 +25,14 @@ from autoremat.request.request import Request, RequestedLimits
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def measured(model: nn.Module, step, inputs: torch.Tensor) -> int:
-    """The peak of a step that is compiled already."""
-    gradients(model, step, inputs)
-    model.zero_grad(set_to_none=True)
-    with autoremat.track_peak("cpu") as peak:
-        step(inputs).backward()
-    return peak.bytes
-
-
-def plain_gradients(model: nn.Module, step, inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Without recomputation and with the same graphs."""
-    torch.compiler.reset()
-    found = gradients(model, step, inputs)
-    torch.compiler.reset()
-    return found
+def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., Callable[..., torch.Tensor]]:
+    return lambda backend, options=None: torch.compile(function, backend=backend, options=options)
 
 
 def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autoremat.StepProfile) -> None:
     """Compile under each step profile: the step fits, is as predicted, and has the bits of the plain one."""
-    expected = plain_gradients(model, build("aot_eager", {}), inputs)
+    torch.compiler.reset()
+    expected = gradients(model, build("aot_eager"), inputs)
     for profile in surveys:
         torch.compiler.reset()
         step = build("autoremat", {**EAGER, "memory_budget": profile})
@@ -64,21 +53,18 @@ def test_the_step_fits_its_budget_over_graph_breaks(breaks):
     assert sum(graph.calls for graph in found.step.graphs) == breaks + 1
     assert len(found.step.graphs) == min(breaks + 1, 3)
 
-    def build(backend, options):
-        return torch.compile(model, backend=backend, options=options) if options else torch.compile(model, backend=backend)
-
     surveys = [found.within(found.minimum_peak_bytes), found.within(0.7)]
     for profile in surveys:
         assert profile.peak_bytes <= profile.budget_bytes < profile.baseline_peak_bytes
         assert profile.added_seconds >= 0.0
-    check_steps(model, build, inputs, *surveys)
+    check_steps(model, compiled(model), inputs, *surveys)
 
 
 def test_the_step_fits_its_budget_where_one_block_is_compiled_and_called_twelve_times():
     model, inputs = Layered(), torch.randint(0, 50, (ROWS,))
 
-    def build(backend, options):
-        return model.compile_layers(backend=backend, options=options or None)
+    def build(backend, options=None):
+        return model.compile_layers(backend=backend, options=options)
 
     build("autoremat", EAGER)
     found = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
@@ -126,11 +112,7 @@ def test_what_runs_between_the_graphs_counts():
     profile = autoremat.profile_step(function, inputs, memory_budget=1.0, options=EAGER)
     eager_bytes = 20 * ROWS * WIDTH * 4
     assert profile.minimum_peak_bytes > eager_bytes
-
-    def build(backend, options):
-        return torch.compile(function, backend=backend, options=options or None)
-
-    check_steps(model, build, inputs, profile)
+    check_steps(model, compiled(function), inputs, profile)
 
 
 def test_what_cannot_be_surveyed_is_an_error():

@@ -29,10 +29,6 @@ from autoremat.request.surroundings import free_device_bytes
 MIB = 1 << 20
 
 
-def in_a_tuple(model: nn.Module) -> Callable[..., tuple[torch.Tensor]]:
-    return lambda *inputs: (model(*inputs),)
-
-
 @pytest.fixture
 def device_with(monkeypatch) -> Callable[[int], None]:
     """Has the device of the step report so many free bytes."""
@@ -46,21 +42,20 @@ def device_with(monkeypatch) -> Callable[[int], None]:
 @pytest.mark.slow
 def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkeypatch):
     model, inputs = build("llama", layers=2)
-    step = in_a_tuple(model)
-    planned(step, *inputs)
+    planned(model, *inputs)
     fastest = autoremat.reports()[-1]
     least = fastest.minimum_peak_bytes
     added = []
     for free in (least + 4 * MIB, 1 << 34):
         device_with(free)
-        _, compiled = planned(step, *inputs, memory_budget="auto", auto_headroom="1MiB")
+        _, compiled = planned(model, *inputs, memory_budget="auto", auto_headroom="1MiB")
         report = autoremat.reports()[-1]
         assert report.budget_bytes == free - MIB
         assert measured_step(compiled, model, inputs) <= report.predicted_peak_bytes <= report.budget_bytes
         added.append(report.recompute_seconds)
     assert added[0] > added[1] == fastest.recompute_seconds
     monkeypatch.setenv(environment.BUDGET, "auto")  # for who can only name a backend
-    planned(step, *inputs)
+    planned(model, *inputs)
     assert autoremat.reports()[-1].budget_bytes == (1 << 34) - autoremat.Options().auto_headroom
 
 
@@ -84,7 +79,7 @@ def test_to_checkpoint_flash_attention_is_refused_as_useless():
 @pytest.mark.slow
 def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
     model, (tokens,) = build("gpt2")
-    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.75)
+    seen, compiled = planned(model, tokens, memory_budget=0.75)
     again = Counter(target for _, target in seen.recomputed())
     assert again["aten._safe_softmax.default"] >= 3  # of 4
     assert not {"aten.addmm.default", "aten.mm.default", "aten.native_dropout.default"} & set(again)
@@ -110,16 +105,15 @@ def bytes_of_save_on_cpu(model: nn.Module, inputs: Sequence[torch.Tensor]) -> in
 @pytest.mark.slow
 def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget_asks(monkeypatch):
     model, inputs = build("llama", layers=2)
-    step = in_a_tuple(model)
     monkeypatch.setattr(forms, "settings", Settings(least_form_bytes=2**14))
-    planned(step, *inputs)
+    planned(model, *inputs)
     least, enough = autoremat.reports()[-1].minimum_peak_bytes, autoremat.reports()[-1].predicted_peak_bytes
-    planned(step, *inputs, memory_budget=least)
+    planned(model, *inputs, memory_budget=least)
     alone, moved = autoremat.reports()[-1], []
     with host_memory.stand_in():
         for budget in (least, enough):
             model.zero_grad(set_to_none=True)
-            _, compiled = planned(step, *inputs, memory_budget=budget, host_memory="1GiB")
+            _, compiled = planned(model, *inputs, memory_budget=budget, host_memory="1GiB")
             report, before = autoremat.reports()[-1], host_memory.statistics("cpu")
             assert measured_step(compiled, model, inputs) <= report.predicted_peak_bytes <= report.budget_bytes
             assert report.recompute_seconds + report.stall_seconds < alone.recompute_seconds
