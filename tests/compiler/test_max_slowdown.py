@@ -113,22 +113,6 @@ def test_the_error_names_both_figures_and_either_helps():
     assert again.least_slowdown == error.least_slowdown
 
 
-def gradients(**options: object) -> list[torch.Tensor]:
-    torch._dynamo.reset()
-    model.zero_grad(set_to_none=True)
-    torch.compile(loss, backend="autoremat", options=EAGER | options)(X).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def test_gradients_are_those_without_recomputation():
-    expected, found = gradients(memory_budget=1.0), gradients(max_slowdown=0.1)
-    assert len(found) == len(expected) > 0
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    report = autoremat.reports()[-1]
-    assert report.max_slowdown == 0.1
-    assert report.recomputed_ops > 0
-
-
 def test_another_rank_takes_the_plan_with_its_time():
     def look(priced: PricedGraph) -> tuple[Report, Report]:
         leading = plan_graph(priced).report

@@ -130,16 +130,6 @@ def test_calls_under_a_share_are_judged_by_what_all_of_them_need(watch, step):
     assert bool(said) == (peaks[1] > (share + 0.02) * peaks[0]) == (make is wide)
 
 
-def test_two_calls_of_a_graph_are_noticed(watch):
-    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
-    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": bytes_for(1)})
-    real = compiled(inputs)
-    with pytest.warns(BudgetWarning, match="one earlier call holds .* in_flight=2") as caught:
-        fake = compiled(-inputs)
-    assert len(caught) == 1
-    (real - fake).sum().backward()
-
-
 def test_equal_blocks_that_are_compiled_one_by_one_are_pointed_to_compile_blocks(watch):
     blocks = nn.Sequential(*(Block(0.0) for _ in range(4)))
     for block in blocks:

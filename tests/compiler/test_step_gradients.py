@@ -27,15 +27,9 @@ FOR_SURE = 0.03
 """Share of the budget within which neither a warning nor silence is wrong."""
 
 
-class Model(nn.Module):
+class Model(Chain):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean() if self.training else x.mean()
+        super().__init__(LAYERS, WIDTH, activation=torch.tanh, loss=lambda x: x.square().mean() if self.training else x.mean())
 
 
 @dataclass(frozen=True)
@@ -212,15 +206,15 @@ def rows(count: int) -> Tensor:
     return torch.randn(count, BROAD)
 
 
-def peak_of_step(model: nn.Module, size: int, options: dict[str, object], micro_batches: int) -> int:
-    """Measured peak of a step of several micro-batches, after a step that compiles. It begins without gradients."""
+def peak_of_step(model: nn.Module, size: int, calls: int, is_open: bool, **options: object) -> int:
+    """Measured peak of a step of several calls, which may be open together, after a step that compiles."""
     torch._dynamo.reset()
-    compiled, inputs = torch.compile(model, backend="autoremat", options=EAGER | options), rows(size)
-    for tracked in (False, True):
-        model.zero_grad(set_to_none=True)
-        with track_peak("cpu") as peak:
-            for _ in range(micro_batches if tracked else 1):
-                compiled(inputs).backward()
+    compiled, inputs = torch.compile(model, backend="autoremat", options={"cost_model": "roofline"} | options), rows(size)
+    compiled(inputs).backward()
+    model.zero_grad(set_to_none=True)
+    with track_peak("cpu") as peak:
+        for loss in [compiled(inputs) for _ in range(calls)] if is_open else (compiled(inputs) for _ in range(calls)):
+            loss.backward()
     return peak.bytes
 
 
@@ -231,12 +225,11 @@ def test_max_batch_holds_for_every_micro_batch():
     every = autoremat.max_batch(rows, model, budget, step=128, options=EAGER, accumulate=True)
     assert every.size < first.size
     assert every.report.resident_bytes == every.report.accumulated_bytes == OF_LAYERS
-    told = {"memory_budget": budget, "accumulate": True}
-    measured = peak_of_step(model, every.size, told, 3)
+    measured = peak_of_step(model, every.size, 3, False, **EAGER, memory_budget=budget, accumulate=True)
     assert 0.95 * every.report.peak_bytes <= measured <= budget
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
-        assert peak_of_step(model, first.size, {"memory_budget": budget}, 3) > budget
+        assert peak_of_step(model, first.size, 3, False, **EAGER, memory_budget=budget) > budget
 
 
 def test_reports_tell_first_and_later_micro_batches_apart():
@@ -249,30 +242,18 @@ def test_reports_tell_first_and_later_micro_batches_apart():
     assert counted.recomputed_ops >= alone.recomputed_ops
 
 
-def test_the_watch_notices_gradients_that_stay():
-    model, inputs = Layers(), rows(512)
-    compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": "1500KiB"})
-    compiled(inputs).backward()
-    with pytest.warns(BudgetWarning, match=r"258\.00 KiB of gradients of earlier backwards"):
-        compiled(inputs).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
-        compiled(inputs).backward()  # once is enough
-
-
-@pytest.mark.parametrize("change", ["mode", "frozen"])
-def test_the_watch_notices_gradients_of_another_graph(change):
+@pytest.mark.parametrize("change", ["none", "mode", "frozen"])
+def test_the_watch_notices_once_that_gradients_stay_also_those_of_another_graph(change):
     model, inputs = Layers(), rows(512)
     options = EAGER | {"memory_budget": "1500KiB"}
     compiled = torch.compile(model, backend="autoremat", options=options, dynamic=False)
     compiled(inputs).backward()
-    if change == "mode":
-        model.eval()
-    else:
-        model.layers[0].requires_grad_(False)
+    model.train(change != "mode")
+    model.layers[0].requires_grad_(change != "frozen")
     with pytest.warns(BudgetWarning, match=r"258\.00 KiB of gradients of earlier backwards") as caught:
         compiled(inputs).backward()
     assert ("Lower memory_budget by 64.50 KiB" in str(caught[0].message)) == (change == "frozen")
+    compiled(inputs).backward()  # a second warning would be an error
 
 
 def test_a_step_profile_counts_by_itself():
@@ -283,22 +264,9 @@ def test_a_step_profile_counts_by_itself():
         torch.compile(Layers(), backend="autoremat", options=EAGER | {"memory_budget": profile, "in_flight": 2})(rows(64))
 
 
-def open_calls_peak(model: nn.Module, calls: int, options: dict[str, object]) -> int:
-    """Measured peak of a step whose calls are all open before the first backward, after a step that compiles."""
-    torch._dynamo.reset()
-    compiled, inputs = torch.compile(model, backend="autoremat", options={"cost_model": "roofline"} | options), rows(512)
-    compiled(inputs).backward()
-    model.zero_grad(set_to_none=True)
-    with track_peak("cpu") as peak:
-        for loss in [compiled(inputs) for _ in range(calls)]:
-            loss.backward()
-    return peak.bytes
-
-
 @pytest.mark.slow
 def test_code_keeps_the_sum_of_its_open_calls_within_the_budget():
-    model = Layers()
-    measured = open_calls_peak(model, 4, {"memory_budget": 0.6, "in_flight": 4})
+    measured = peak_of_step(Layers(), 512, 4, True, memory_budget=0.6, in_flight=4)
     report = autoremat.reports()[-1]
     assert report.compiled_peak_bytes is not None
     assert measured <= report.compiled_peak_bytes <= report.budget_bytes

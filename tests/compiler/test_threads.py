@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -249,15 +247,3 @@ def test_threads_that_compile_together_keep_their_own_budgets():
     assert all(all_same(one, expected) for one in found)
     reports = autoremat.reports()[before:]
     assert sorted(r.budget_bytes for r in reports) == [int(s * reports[0].baseline_peak_bytes) for s in sorted(model_of)]
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
-def test_copies_train_alone(duplicate):
-    compiled = compile_(model())
-    expected = gradients(compiled)
-    twin = duplicate(compiled)
-    assert all_same(gradients(twin), expected)
-    with torch.no_grad():
-        next(iter(twin.parameters())).zero_()
-    assert all_same(gradients(compiled), expected)
-    assert not all_same(gradients(twin), expected)

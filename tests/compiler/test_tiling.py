@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from captured import planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -90,19 +89,6 @@ def test_the_numbers_are_the_same(name):
     found, report = train(model, x, tiles=4)
     assert (whole.tiles, report.tiles, report.tiled_stretches) == (1, 4, stretches)
     assert_close(found, wanted)
-
-
-def test_each_layer_is_a_stretch_with_its_norm():
-    torch.manual_seed(0)
-    model = Between(Gated(), Gated())
-    found, _ = planned(model, rows_of(4, 32), tiles=4)
-    graph = found.plan.graph
-    assert autoremat.reports()[-1].tiled_stretches == 2
-    inner = [v for op in graph.ops if op.module.startswith("inner") for v in op.outputs]
-    wide = 32 * HIDDEN * 4  # a tile of hidden values; the stream has the bytes of a tile for all rows
-    assert max(graph.values[v].bytes for v in inner) == wide
-    pow_ops = [op for op in graph.ops if op.target == "aten.pow.Tensor_Scalar" and "norm" in op.module]
-    assert len(pow_ops) >= 2 * 4, "the norm runs tile by tile"
 
 
 def test_masks_are_drawn_as_without_tiles():
@@ -252,14 +238,3 @@ def test_the_projection_onto_words_is_left_to_the_chunked_loss():
     found, report = train(model, x, tiles=3, chunk_loss=5)
     assert (report.tiles, report.tiled_stretches, report.loss_chunks) == (3, 1, 5)
     assert_close(found, wanted)
-
-
-def test_a_stored_plan_of_tiles_is_applied_to_tiles(tmp_path):
-    torch.manual_seed(0)
-    model, x = Between(Gated()), rows_of()
-    found, _ = planned(model, x, tiles=4, memory_budget=0.5)
-    report = autoremat.reports()[-1]
-    assert autoremat.Report.from_json(report.to_json()) == report
-    report.plan.save(tmp_path / "plan.json")
-    again, _ = planned(model, x, tiles=4, plan=tmp_path / "plan.json")
-    assert again.plan.schedule == found.plan.schedule

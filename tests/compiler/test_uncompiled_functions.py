@@ -114,10 +114,7 @@ def left(x: Tensor) -> Tensor:
 
 KINDS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "print": (in_a_loop(lambda x: print(end="")), "print"),
-    "item": (in_a_loop(lambda x: x.sum().item()), "item"),
-    "graph_break": (in_a_loop(lambda x: torch._dynamo.graph_break()), "graph_break"),
     "disabled": (in_a_loop(left), "disable"),
-    "retain_grad": (in_a_loop(lambda x: x.retain_grad()), "retain_grad"),
     "save_on_cpu": (around(torch.autograd.graph.save_on_cpu), "save_on_cpu|marked as skipped"),
     "file": (around(lambda: open(os.devnull)), "open|TextIOWrapper"),  # noqa: SIM115
     "try": (tried, "graph_break"),

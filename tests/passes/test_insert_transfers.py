@@ -23,10 +23,6 @@ from torch import Tensor, nn
 import autoremat
 from autoremat import PlanInvalid, host_memory, track_peak
 from autoremat.basics.errors import find_cause
-from autoremat.capture.capture import Capture
-from autoremat.compiler import compile_loop
-from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.passes import apply_plan
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Role, Transfer, Value
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
@@ -293,46 +289,6 @@ def test_a_stored_plan_is_carried_out_with_its_stays_where_the_graph_has_the_for
     assert host_memory.statistics("cpu").to_host_bytes == stored_bytes(seen) > 0
     with mock.patch.object(stays, "with_host_forms", lambda graph: graph), pytest.raises(Exception, match="has no form 'host'"):
         compiled(model, as_planned, run, plan=seen.plan)
-
-
-def captured() -> tuple[Capture, Schedule]:
-    """A capture whose values may stay on the host, and its plan without stays."""
-    found: list[PricedGraph] = []
-
-    def keep(priced: PricedGraph, *_: object, **__: object) -> None:
-        found.append(priced)
-        raise PlanInvalid("as if")
-
-    model, x = model_and_input()
-    with mock.patch.object(compile_loop, "plan_graph", keep), pytest.raises(Exception, match="as if"):
-        torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", "memory_budget": 1.0})(x)
-    (priced,) = found
-    graph = stays.with_host_forms(priced.graph)
-    return replace(priced.captured, graph=graph), build_schedule(graph, graph.forward_values)
-
-
-BAD = {
-    "has no form 'bytes'": lambda stay, schedule: replace(stay, form="bytes"),
-    "the positions of": lambda stay, schedule: replace(stay, need=len(schedule.sequence) - 1),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_a_stay_that_does_not_fit_is_refused(message):
-    capture, schedule = captured()
-    stay = stays.as_short_as_possible(capture.graph, schedule).stays[-1]
-    bad = replace(schedule, stays=(BAD[message](stay, schedule),))
-    with pytest.raises(PlanInvalid, match=message):
-        apply_plan(capture, bad, ())
-
-
-def test_a_value_that_does_not_cross_has_no_stay_and_another_one_has_one():
-    capture, schedule = captured()
-    graph, (stay, *_) = capture.graph, stays.as_short_as_possible(capture.graph, schedule).stays
-    inside = next(v for v in graph.forward_values if v not in schedule.saved(graph) and graph.values[v].forms)
-    for wrong in (replace(stay, value=inside),), (stay, stay):
-        with pytest.raises(PlanInvalid, match="not saved for the backward|do not ascend"):
-            apply_plan(capture, replace(schedule, stays=wrong), ())
 
 
 def test_a_wrapper_in_cpp_is_refused():
