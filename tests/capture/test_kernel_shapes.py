@@ -44,24 +44,6 @@ def test_products_and_convolutions(call, sizes, product):
     assert shape_of(call, *sizes) == (product,)
 
 
-@pytest.mark.parametrize("wanted", [(True, True), (False, True), (True, False)])
-def test_the_gradients_of_a_convolution_are_a_product_each(wanted):
-    def call(gradient, image, weight):
-        args = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [*wanted, False]
-        return [found for found in aten.convolution_backward(gradient, image, weight, *args) if found is not None]
-
-    found = shape_of(call, (2, 32, 8, 8), (2, 16, 10, 10), (32, 16, 3, 3))
-    both = Product(128, 144, 32), Product(32, 144, 128)
-    assert found == tuple(product for product, is_wanted in zip(both, wanted, strict=True) if is_wanted)
-
-
-def test_a_depthwise_convolution_is_no_product():
-    traced = make_fx(lambda x, w: torch.conv2d(x, w, groups=16), tracing_mode="fake")(
-        torch.zeros(2, 16, 9, 9), torch.zeros(16, 1, 3, 3)
-    )
-    assert not any(shapes_of(node) for node in traced.graph.nodes if node.op == "call_function")
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(causal):
     def forward(query, key, value):

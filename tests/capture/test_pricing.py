@@ -145,14 +145,6 @@ def test_no_op_that_moves_bytes_is_free(name, model):
     assert price.assumed_share == 1.0 if model == "roofline" else price.assumed_share == 0.0
 
 
-@pytest.mark.parametrize(("exponent", "specials"), [(3, 0.2), (3.0, 0.2), (2.5, 3.5), (-1, 0.5), (0.5, 0.5), (-0.5, 3.5)])
-def test_powers_are_multiplications_quotients_and_roots(exponent, specials):
-    x = weight(64)
-    result = captured(lambda: torch.pow(x, exponent).sum())
-    node, op = next((n, op) for n, op in zip(result.op_nodes, result.graph.ops, strict=True) if "aten.pow" in op.target)
-    assert work_of(node, op, True).specials == pytest.approx(64 * specials)
-
-
 def loss(x: torch.Tensor) -> torch.Tensor:
     return x.sin().sum()
 

@@ -61,23 +61,6 @@ def test_ops_without_a_module_belong_to_those_around_them():
     assert forward.layers == ((0, 1, 2), (4,))
 
 
-def repeating(targets: list[str]) -> Forward:
-    build = GraphBuilder()
-    made = [build.source(0)]
-    for target in targets:
-        made.append(build.op([made[-1]], 64 if target == "wide" else 8))
-        build.ops[-1] = type(build.ops[-1])(**{**vars(build.ops[-1]), "target": target})
-    return Forward(build.graph())
-
-
-def test_where_no_module_ran_layers_are_what_repeats():
-    body = ["norm", "wide", "act", "product"]
-    assert repeating(["embed", *body * 3, "head", "loss"]).layers == ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))
-    # Begun in the midst of a repetition, layers still begin where little crosses: not behind the wide value.
-    assert repeating(["wide", *body * 3, "norm"]).layers[0] in ((1, 2, 3, 4), (2, 3, 4, 5))
-    assert repeating(["a", "b", "c", "d"]).layers == ()
-
-
 def attention(fused: bool = False) -> Graph:
     build = GraphBuilder()
     x = build.source(8)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import Buffer, Fusion
 from oracles import recompute_seconds, saving_seconds
-from strategies import GraphBuilder, changed, graphs, saved_sets
+from strategies import changed, graphs, saved_sets
 
 from autoremat.planner.cost.durations import durations, traffic_of
 from autoremat.planner.graph.graph import Graph
@@ -19,58 +19,6 @@ from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.search.planner import Planner
 
 T = TypeVar("T")
-
-SIZE, PER_BYTE = 100, 2e-6
-MOVED = SIZE * PER_BYTE / 2
-"""Seconds to write or to read a value of these graphs."""
-
-SLOW = 1.0
-"""Seconds of an op alone that no kernel of these graphs reaches."""
-
-
-def streamed(build: GraphBuilder, *inputs: int, size: int = SIZE, arithmetic: float = 0.0, **fields: object) -> int:
-    """A pointwise op."""
-    fields = {"seconds": SLOW, "memory_bound_seconds": SLOW - arithmetic} | fields
-    return build.op(inputs, size, kind=Kind.POINTWISE, **fields)
-
-
-def product(build: GraphBuilder, *inputs: int, **fields: object) -> int:
-    return build.op(inputs, SIZE, **{"kind": Kind.EXTERN, "seconds": 3.0} | fields)
-
-
-def saving_all(build: GraphBuilder, **ends: tuple[int, ...]) -> tuple[Graph, Schedule]:
-    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
-    return graph, build_schedule(graph, graph.backward_needs)
-
-
-def reduced(build: GraphBuilder, *inputs: int, ends_pass: bool) -> int:
-    """A sum without arithmetic, to a value that is read and written in no time."""
-    return build.op(inputs, 0, kind=Kind.REDUCTION, seconds=SLOW, memory_bound_seconds=SLOW, ends_pass=ends_pass)
-
-
-@pytest.mark.parametrize("ends_pass", [False, True])
-def test_what_depends_on_a_result_that_ends_a_pass_reads_its_operand_again(ends_pass):
-    """As a batch norm does behind a convolution, and a layer norm does not. Each pass has a kernel."""
-    build = GraphBuilder()
-    first = product(build, build.source(SIZE))
-    scaled = streamed(build, first, build.source(2 * SIZE))
-    total = reduced(build, scaled, ends_pass=ends_pass)
-    result = product(build, streamed(build, scaled, total))
-    graph, schedule = saving_all(build, forward_outputs=(result,))
-    again = 3 * MOVED if ends_pass else 0.0
-    assert durations(graph, schedule) == pytest.approx([3.0, 0.0, 3 * MOVED, again + MOVED, 3.0])
-    launched = durations(changed(graph, launch_seconds=0.25), schedule)
-    assert launched == pytest.approx([3.0, 0.0, 0.25 + 3 * MOVED, 0.25 * ends_pass + again + MOVED, 3.0])
-
-
-@pytest.mark.parametrize(("longer", "expected"), [(1.0, 3 * MOVED), (1.5, 1.5 * 3 * MOVED)])
-def test_an_op_that_is_no_stream_has_arithmetic_if_it_takes_longer_than_its_traffic(longer, expected):
-    """As a sum that counts elements. It reads what is inlined: one tensor instead of three."""
-    build = GraphBuilder()
-    sum_ = {"kind": Kind.REDUCTION, "bytes_moved": 3 * SIZE, "seconds": longer * 3 * MOVED}
-    total = build.op([streamed(build, build.source(3 * SIZE), size=3 * SIZE)], 0, **sum_)
-    graph, schedule = saving_all(build, forward_outputs=(total,))
-    assert durations(graph, schedule) == pytest.approx([0.0, expected])
 
 
 @st.composite

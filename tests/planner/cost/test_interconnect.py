@@ -155,20 +155,6 @@ def test_float32_is_never_faster_than_what_it_is_rounded_to(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "same_as"),
-    [
-        ("V100", "bfloat16", "float32"),  # its tensor cores know float16 alone
-        ("A100", "bfloat16", "float16"),
-        ("A100", "float8_e4m3fn", "float32"),
-        ("H100", "float64", "float32"),  # its tensor cores multiply float64 at this rate
-    ],
-)
-def test_types_that_tensor_cores_do_not_know_have_another_rate(name, dtype, same_as):
-    card = cuda_device(name)
-    assert card.of_type(dtype).flops_per_second == card.of_type(same_as).flops_per_second
-
-
-@pytest.mark.parametrize(
     ("name", "dtype", "published"),
     [("MI300X", "bfloat16", 668e12), ("MI355X", "bfloat16", 1565e12), ("MI300X", "float8_e4m3fnuz", 1273e12)],
 )

@@ -111,26 +111,6 @@ def test_collectives_by_nvlink_of_cards_that_were_not_fitted():
     assert median_error(found, rows) <= 0.1
 
 
-def test_the_backward_older_kernels_and_the_lack_of_a_mask_take_longer():
-    device, flops = cuda_device("H100").of_type("bfloat16"), 10**12
-    seconds = device.kernel_seconds(flops, 0, Attention(128, 4096, causal=True))
-    for other in (
-        Attention(128, 4096, causal=False),
-        Attention(128, 4096, causal=True, backward=True),
-        Attention(128, 4096, causal=True, kernel=AttentionKernel.AMPERE),
-        Attention(64, 4096, causal=True),
-        Attention(128, 512, causal=True),
-    ):
-        assert device.kernel_seconds(flops, 0, other) > 1.1 * seconds
-
-
-def test_a_cpu_has_the_seconds_of_its_roofline():
-    cpu, shapes = cpu_device(4), (Product(512, 512, 512),)
-    for flops, moved in ((2 * 512**3, 3 * 512**2), (512, 512**2)):
-        longest = max(flops / cpu.flops_per_second, moved / cpu.bytes_per_second)
-        assert cpu.seconds(Work(flops, moved_bytes=moved, launches=True, shapes=shapes)) == longest
-
-
 def test_the_arithmetic_of_fused_kernels():
     """Each op of a class has the same price. What repeats few ops takes the time of its memory traffic."""
     rows, found = rows_of("arithmetic"), []

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoremat.planner.cost.datasheets import DATASHEETS, GB
+from autoremat.planner.cost.datasheets import DATASHEETS
 from autoremat.planner.cost.links import HostLink, assumed_host_link, host_form
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
@@ -41,13 +41,6 @@ def waits(forms: dict[int, Form], *stays: tuple[int, int, int, int, int], speed:
     kept = tuple(Stay(value, "away", *positions) for value, *positions in stays)
     found = stalls_of(graph, replace(schedule, stays=kept), speed)
     return {at: wait for at, wait in enumerate(found) if wait}
-
-
-def test_transfers_of_the_compute_stream_take_their_time_at_any_speed():
-    """Packing value 0 lasts from 2 to 2.5 s. So the copy of value 1 lasts until 4.5 s, and execution 2 until 3.5 s."""
-    packed = form(0.5, 0.25, (COMPUTE, COMPUTE))
-    assert waits({0: packed}, (0, 0, 2, 6, 7)) == waits({0: packed}, (0, 0, 2, 6, 7), speed=2.0) == {0: 0.5, 6: 0.25}
-    assert waits({0: packed, 1: form(2.0, 0.0)}, (0, 1, 1, 6, 7), (1, 1, 2, 6, 6)) == {1: 0.5, 2: 1.0, 6: 0.25}
 
 
 def test_a_faster_link_shortens_transfers():
@@ -134,20 +127,6 @@ def waits_second_by_second(graph: Graph, schedule: Schedule) -> list[float]:
 @given(stored_chains())
 def test_waits_are_those_of_a_count_second_by_second(case):
     assert stalls_of(*case) == waits_second_by_second(*case)
-
-
-@pytest.mark.parametrize(
-    ("device", "to_host", "from_host"),
-    [
-        ("Tesla V100-SXM2-32GB", 11, 11), ("NVIDIA A100-SXM4-80GB", 25, 25), ("NVIDIA H100 80GB HBM3", 55, 55),
-        ("AMD Instinct MI300X", 55, 55), ("NVIDIA GH200 480GB", 170, 342), ("NVIDIA GB200", 182, 169),
-        ("a card of tomorrow", 25, 25),
-    ],
-)  # fmt: skip
-def test_the_link_of_a_device_follows_from_its_name(device, to_host, from_host):
-    link = assumed_host_link(device)
-    assert link is not None
-    assert (link.to_host, link.from_host) == (to_host * GB, from_host * GB)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "NVIDIA GB10", "Orin", "NVIDIA Thor", "AMD Instinct MI300A"])

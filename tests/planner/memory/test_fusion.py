@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.ops.op_traits import inlining_of, kind_of, works_in_place
+from autoremat.ops.op_traits import kind_of, works_in_place
 from autoremat.planner.graph.graph import Graph, Machine
-from autoremat.planner.graph.op import Inlining, Kind
+from autoremat.planner.graph.op import Kind
 
 aten = torch.ops.aten
 
@@ -21,23 +21,6 @@ aten = torch.ops.aten
 def nodes_of(function: Callable[..., object], *inputs: Tensor) -> dict[str, fx.Node]:
     """The calls of a traced function by name."""
     return {node.name: node for node in make_fx(function)(*inputs).graph.nodes}
-
-
-@pytest.mark.parametrize(
-    ("device", "name", "expected"),
-    [
-        ("cpu", "exp", Inlining.ONCE), ("cpu", "sigmoid", Inlining.ONCE), ("cpu", "erf", Inlining.CHEAP),
-        ("cuda", "exp", Inlining.CHEAP), ("cpu", "inductor_random", Inlining.NEVER),
-        ("cuda", "inductor_random", Inlining.NEVER),
-    ],
-)  # fmt: skip
-def test_where_results_are_inlined(device, name, expected):
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        seed = torch.ops.prims.inductor_seed(x.device)
-        return x.exp(), x.sigmoid(), x.erf(), torch.ops.prims.inductor_random(x.shape, seed, "rand")
-
-    nodes = nodes_of(function, torch.randn(4))
-    assert inlining_of(nodes[name], device) is expected
 
 
 def test_what_is_read_where_it_is_written():

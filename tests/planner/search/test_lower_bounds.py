@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from oracles import cut_cost, subsets
-from strategies import GraphBuilder, chain, close_under_need, graphs
+from strategies import GraphBuilder, close_under_need, graphs
 
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
@@ -71,19 +71,6 @@ def test_the_bound_falls_as_the_budget_grows(graph):
     assert all(after <= before * (1 + 1e-6) + 1e-9 for before, after in pairwise(bounds))
 
 
-def test_a_chain_is_planned_close_to_the_optimum():
-    """Every activation weighs the same: what does not fit has to be recomputed, and little else."""
-    graph = chain(120, size=100, saving_seconds_per_byte=0.0, forward_outputs=(120,))
-    planner = Planner(graph, 600.0)
-    for tenths in (9, 8, 7, 6, 5, 4):
-        budget = planner.baseline.peak_bytes * tenths // 10
-        found = planner.find(Limits(budget))
-        unsaved = (planner.baseline.peak_bytes - budget) // 100
-        assert found.lower_bound_seconds == pytest.approx(unsaved, abs=3)
-        assert found.plan is not None
-        assert found.plan.added_seconds <= 1.15 * unsaved + 3
-
-
 @settings(max_examples=60)
 @given(graphs())
 def test_each_step_down_the_curve_costs_more_and_saves_less(graph):
@@ -94,15 +81,3 @@ def test_each_step_down_the_curve_costs_more_and_saves_less(graph):
     assert 1 <= len(curve) <= Settings().levels
     assert all(rich > lean for rich, lean in pairwise(weights[:-1]))
     assert all(cheap <= dear + 1e-9 for cheap, dear in pairwise(costs[:-1]))
-
-
-def test_the_curve_finds_every_layer_of_prices():
-    """Ops of three different costs per byte give cuts that save all, two thirds, one third and none."""
-    build = GraphBuilder()
-    x = build.source(0)
-    made = [build.op([x], 100, seconds=seconds) for seconds in (1e-3, 1e-2, 1e-1) for _ in range(4)]
-    out = build.op(made, 0, seconds=1.0)
-    gradient = build.op([*made, build.source(0, Role.TANGENT)], 0, forward=False)
-    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-9)
-    sizes = [100 * len(saved - {out}) for saved in Starts(graph).curve()]
-    assert {1200, 800, 400, 0} <= set(sizes)

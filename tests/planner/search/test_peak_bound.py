@@ -5,26 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import least_added_seconds
-from strategies import GraphBuilder, dags, graphs, runs_once, training_chain
+from strategies import GraphBuilder, dags, graphs, schedules_of, training_chain
 
-from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
-from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.live_view import schedule_of
 from autoremat.planner.search.peak_bound import PeakBound
-
-
-@st.composite
-def schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
-    """Any schedules: before each op of the backward, some ops of the forward run again."""
-    again = [index for index in range(graph.num_forward) if not runs_once(graph.ops[index])]
-    executions: list[int] = []
-    for index in range(graph.num_forward, len(graph.ops)):
-        if again and draw(st.booleans()):
-            executions += sorted(draw(st.sets(st.sampled_from(again), max_size=4)))
-        executions.append(index)
-    return schedule_of(graph, executions)
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +18,7 @@ def test_no_schedule_has_a_peak_below_the_bound(data):
     graph = data.draw(graphs(max_ops=16))
     bound = PeakBound(graph).peak_bytes()
     for _ in range(4):
-        assert bound <= Plan.of(graph, data.draw(schedules(graph))).peak_bytes
+        assert bound <= Plan.of(graph, data.draw(schedules_of(graph))).peak_bytes
 
 
 @settings(max_examples=40, deadline=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, changed, graphs, saved_sets, with_forms
@@ -36,32 +35,12 @@ def on_host(seconds: float, size: int = 10) -> Form:
     return Form("host", Transfer(Engine.TO_HOST, seconds), Transfer(Engine.FROM_HOST, seconds), host_bytes=size)
 
 
-def packed(seconds: float) -> Form:
-    return Form("bits", Transfer(Engine.COMPUTE, seconds), Transfer(Engine.COMPUTE, seconds), device_bytes=1)
-
-
 def placed(grouped: GroupedPlan, budget: int, host_bytes: int | None = None) -> Plan:
     found = place(grouped, Limits(budget, host_bytes))
     assert found is not None
     found.check()
     assert found.peak_bytes <= budget
     return found
-
-
-def test_the_first_value_leaves_as_soon_as_it_is_copied_and_returns_just_before_its_need():
-    plan = placed(chain([10] * 6, {0: on_host(2.0)}), 50)
-    # Computed by execution 0, read by execution 1, copied during 1 and 2, read again by execution 11, copied during 9 and 10.
-    (stay,) = plan.schedule.stays
-    assert (stay.store, stay.free, stay.load, stay.need) == (0, 2, 9, 11)
-    assert plan.stall_seconds == 0.0
-
-
-def test_the_compute_stream_waits_where_the_copy_takes_too_long():
-    plan = placed(chain([10] * 4, {0: on_host(4.0)}), 30)
-    (stay,) = plan.schedule.stays
-    assert (stay.free, stay.need) == (2, 7)
-    # The store ends at 5 s, and execution 3 needs the memory at 3 s. The load has memory 2 s before its need.
-    assert plan.stall_seconds == pytest.approx(2.0 + 2.0)
 
 
 def test_a_store_ends_in_the_backward_where_memory_is_needed_there_alone():
@@ -83,12 +62,6 @@ def test_a_store_ends_in_the_backward_where_memory_is_needed_there_alone():
     # Other calls hold what the backward frees, so the step waits at the end of the forward.
     (stay,) = plan(in_flight=2).schedule.stays
     assert (stay.free, plan(in_flight=2).stall_seconds) == (1, 2.0)
-
-
-def test_the_cheaper_way_frees_the_memory():
-    for seconds, form in ((0.1, "bits"), (9.0, "host")):
-        plan = placed(chain([10] * 4, {0: on_host(4.0), 1: packed(seconds)}), 31)
-        assert [stay.form for stay in plan.schedule.stays] == [form]
 
 
 def test_no_more_values_are_stored_than_the_host_holds():

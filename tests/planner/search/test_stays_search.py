@@ -24,7 +24,6 @@ from autoremat.planner.graph.op import Engine, Form, Role, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import lower_bound
 from autoremat.planner.search.planner import Planner
 from autoremat.tools.explain import previews
@@ -116,16 +115,6 @@ def test_plans_are_close_to_the_optimum(rate):
 
 
 # -- the linear program ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rate", "host_bytes", "saves_all"), [(1e3, None, True), (1e3, 0, False), (1.0, None, False)])
-def test_the_linear_program_saves_what_the_link_and_the_host_hold(rate, host_bytes, saves_all):
-    graph = on_host(step(SIZES, SECONDS), rate)
-    baseline = Planner(graph, 60.0).baseline
-    program = JointProgram(graph, durations(graph, baseline.schedule), host_bytes)
-    shares = program.solve(int(0.7 * baseline.peak_bytes), baseline, 30.0)
-    assert shares is not None
-    assert (shares[list(graph.backward_needs)].min() > 0.99) == saves_all
 
 
 # -- the planner -------------------------------------------------------------------------------------------------------
