@@ -15,15 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from requests_of_options import key_of
 from rich.console import Console
-from torch import fx, nn
+from torch import nn
 
 import autoremat
 from autoremat.basics import environment, progress
 from autoremat.basics.display import PlainTable
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.units import bytes_apart, format_bytes, format_seconds, parse_bytes
-from autoremat.capture.source_info import origin
-from autoremat.report.text_tables import short_source
 
 OPTIONS = {"compiler": "aot_eager"}
 ODD = "[red]<b>&\x1b[31m"
@@ -81,22 +79,6 @@ def test_texts_are_no_markup_wherever_they_come_from():
     table = PlainTable(ODD, ("what",), numbers=0)
     table.add_row(ODD)
     assert str(table).count("[red]<b>&\\x1b[31m") == 2
-
-
-@pytest.mark.parametrize(
-    ("file", "source", "short"),
-    [
-        ("/v/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py",
-         "transformers/models/llama/modeling_llama.py:7", "transformers/models/llama/modeling_llama.py:7"),
-        ("/usr/lib/python3/dist-packages/timm/layers/mlp.py", "timm/layers/mlp.py:7", "timm/layers/mlp.py:7"),
-        ("/home/me/project/src/model/train.py", "/home/me/project/src/model/train.py:7", "src/model/train.py:7"),
-    ],
-)  # fmt: skip
-def test_lines_of_installed_packages_have_a_path_within_the_package(file, source, short):
-    node = fx.Graph().placeholder("x")
-    node.meta["stack_trace"] = f'  File "{file}", line 7, in forward\n    return x'
-    assert origin(node) == ("", source)
-    assert short_source(source) == short
 
 
 class Terminal(io.StringIO):

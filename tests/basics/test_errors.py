@@ -1,12 +1,11 @@
 import copy
-import functools
 import pickle
+import re
 import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from folders import ROOT
 
 import autoremat
 from autoremat.basics import errors
-from autoremat.basics.warn import warn_user
 
 PACKAGE = Path(autoremat.__file__).parent
 
@@ -40,24 +38,18 @@ def infeasible(**changes):
 
 
 def test_message_of_an_infeasible_budget():
-    assert str(infeasible()) == (
-        """\
-no plan was found that keeps the step's peak memory on cuda:0 within the budget
-  asked for (memory_budget):  100.00 MiB  104857600 bytes
-  minimum peak found:         150.00 MiB  157286401 bytes
-  proven lower bound:         120.00 MiB  125829120 bytes
-
-Live at the minimum peak (3 tensors, 72.00 MiB):
-      bytes  tensor       module        source
-  64.00 MiB  log_softmax  loss          train.py:31 in step
-   4.00 MiB  add_2        -             -
-   4.00 MiB  mm_7         layers.3.mlp  model.py:12 in forward
-
-What would help:
-  - raise memory_budget to 157286401 (150.00 MiB), which fits; less may fit too
-  - use a smaller batch or sequence; code that searches batch sizes takes this for CUDA out of memory.
-  - set on_infeasible="best_effort" to run at the minimum peak found anyway"""
-    )
+    said = str(infeasible())
+    for part in (
+        "cuda:0",
+        "104857600 bytes",
+        "157286401 bytes",
+        "125829120 bytes",
+        "(3 tensors, 72.00 MiB)",
+        "CUDA out of memory.",
+    ):
+        assert part in said
+    assert re.search(r"64.00 MiB  log_softmax .*\n +4.00 MiB  add_2 .*\n +4.00 MiB  mm_7  +layers.3.mlp  model.py:12", said)
+    assert re.search(r'raise memory_budget to 157286401 \(150.00 MiB\)(.|\n)*on_infeasible="best_effort"', said)
 
 
 def test_what_binds_the_minimum_is_named():
@@ -120,48 +112,6 @@ def test_causes_end_where_what_wraps_an_error_is_its_context():
 
 OURS = (errors.BudgetWarning, errors.ConstraintWarning, errors.FallbackWarning, errors.OptionWarning)
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
-
-
-def inside(module: str, called: Callable[[], object]) -> Callable[[], object]:
-    """A function that calls ``called`` from a frame of another module."""
-    namespace: dict[str, Any] = {"__name__": module, "called": called}
-    exec(compile("def call():\n    return called()", f"/elsewhere/{module}.py", "exec"), namespace)
-    return namespace["call"]
-
-
-def through(*modules: str) -> Callable[[], object]:
-    """A function that warns from within frames of ``modules``, the innermost last."""
-    call: Callable[[], object] = functools.partial(warn_user, "text", errors.OptionWarning)
-    for module in reversed(modules):
-        call = inside(module, call)
-    return call
-
-
-@pytest.mark.parametrize(
-    "modules",
-    [
-        ("torch._dynamo.b", "autoremat.compiler.a"),
-        ("autoremat.cli", "torch", "contextlib", "torch._dynamo.b", "functools", "autoremat"),
-    ],
-)
-def test_frames_of_torch_and_of_the_package_are_passed_over(modules):
-    with pytest.warns(errors.OptionWarning) as caught:
-        through(*modules)()
-    assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("module", ["torch_geometric.nn", "autorematic", "__main__"])
-def test_the_innermost_frame_of_another_package_is_named(module):
-    with pytest.warns(errors.OptionWarning) as caught:
-        through(module, "torch._dynamo.b", "autoremat.compiler.a")()
-    assert caught[0].filename == f"/elsewhere/{module}.py"
-    assert caught[0].lineno == 2
-
-
-def test_without_a_frame_of_the_user_the_warning_comes_all_the_same():
-    frames = inside("torch.a", inside("autoremat.b", functools.partial(warn_user, "text", errors.OptionWarning)))
-    with ThreadPoolExecutor(1, initializer=frames) as pool, pytest.warns(errors.OptionWarning, match="text"):
-        pool.submit(int).result()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from layers import LAYERS
 DESIGN = (ROOT / "DESIGN.md").read_text()
 READMES = [page for page in sorted((ROOT / "autoremat").glob("*/README.md")) if page.parent.name != "passes"]  # a link
 PAGES = [ROOT / "DESIGN.md", ROOT / "passes" / "README.md", *READMES]
+FIRST = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT")]
 SOURCES = [path for folder in ("autoremat", "passes", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
@@ -68,7 +69,7 @@ def test_the_page_names_every_package_in_the_sequence_of_the_layers():
     assert {*map(str, PAGES[1:])} <= {f"{ROOT / link}" for link in LINK.findall(table)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.relative_to(ROOT)}")
+@pytest.mark.parametrize("page", [*PAGES, *FIRST], ids=lambda page: f"{page.relative_to(ROOT)}")
 def test_links_lead_somewhere_and_named_modules_exist(page):
     text = page.read_text()
     assert [link for link in LINK.findall(text) if not (page.parent / link).exists()] == []

@@ -16,7 +16,6 @@ from autoremat.basics import errors
 PROJECT = (ROOT / "pyproject.toml").read_text()
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 def commands(workflow: Path) -> list[str]:
@@ -49,12 +48,6 @@ def test_messages_name_the_address_of_the_metadata():
     assert f'Issues = "{errors.ISSUES}"' in PROJECT
     for make in (errors.planning_error, errors.fallback_message):
         assert errors.ISSUES in str(make(ValueError("x"), "a place"))
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"])
-def test_links_of_the_first_pages_lead_somewhere(page):
-    text = (ROOT / page).read_text()
-    assert all((ROOT / link).exists() for link in LINK.findall(text))
 
 
 def test_the_readme_is_short():

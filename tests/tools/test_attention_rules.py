@@ -187,10 +187,3 @@ def test_kernels_that_read_nothing_and_scans_are_known():
     cumsum, draw = (fx.Graph().call_function(op) for op in (torch.ops.aten.cumsum.default, torch.ops.aten.randint.default))
     assert workspace_bytes(cumsum, (row, 0), {}, row, "cuda") == 100 + 4096
     assert workspace_bytes(draw, (9, [2]), {}, torch.empty(2, device="meta"), "cuda") == 0
-
-
-def test_kernels_of_libraries_are_unknown_where_there_is_no_card():
-    image, weight = torch.empty(2, 3, 8, 8, device="meta"), torch.empty(4, 3, 3, 3, device="meta")
-    arguments = (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    node = fx.Graph().call_function(torch.ops.aten.convolution.default)
-    assert workspace_bytes(node, arguments, {}, torch.empty(2, 4, 6, 6, device="meta"), "cuda") is None

@@ -55,14 +55,6 @@ def test_the_plan_is_the_backends(budget):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "unet"])
-def test_the_plan_of_whole_models_is_the_backends(name):
-    model, inputs = build(name)
-    options = EAGER | {"memory_budget": 0.9}
-    assert same_plan(autoremat.explain(model, *inputs, options=options), backends_report(model, inputs, options))
-
-
-@pytest.mark.slow
 def test_under_inductor_it_is_the_plan_that_is_compiled_first():
     model, inputs = build("llama", layers=1)
     options = {"memory_budget": 0.7}

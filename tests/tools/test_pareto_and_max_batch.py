@@ -192,14 +192,6 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert format_bytes(fit.next_minimum_bytes) in str(fit)
 
 
-@pytest.mark.slow
-def test_sizes_are_multiples_up_to_a_limit():
-    for give in (lambda rows: (torch.randn(rows, 64),), lambda rows: {"x": torch.randn(rows, 64)}):
-        fit = autoremat.max_batch(give, Mlp(), "1GiB", step=64, limit=200, options=EAGER)
-        assert (fit.size, fit.next_size) == (192, None)
-        assert "not allowed" in str(fit)
-
-
 def test_a_search_that_is_stopped_tells_what_it_knows(monkeypatch):
     def stops(model, inputs, *rest):
         if len(inputs[0]) > 1:

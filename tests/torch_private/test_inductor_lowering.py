@@ -28,7 +28,6 @@ class Node:
     reads: tuple[str, ...] = ()
     node: Any = None
     after: set[str] = field(default_factory=set)
-    ancestors: set[str] = field(default_factory=set)
 
     @property
     def read_writes(self) -> SimpleNamespace:
@@ -42,12 +41,6 @@ class Node:
 
     def get_buffer_names(self) -> set[str]:
         return {self.name}
-
-    def get_operation_names(self) -> set[str]:
-        return {self.name}
-
-    def get_nodes(self) -> list[Node]:
-        return [self]
 
     def add_fake_dep(self, dependency: Dep) -> None:
         self.after.add(dependency.name)
@@ -68,15 +61,6 @@ def test_templates_are_kernels_that_nothing_passes():
         "late": {"product"},
         "last": {"product", "epilogue", "late"},
     }
-
-
-def test_an_ancestor_that_a_pass_moved_behind_a_node_is_none():
-    """Inductor would otherwise write in place what the ancestor still reads."""
-    first, moved = Node("first"), Node("moved", ancestors={"first"})
-    last = Node("last", ancestors={"first", "moved"})
-    assert all(hasattr(BaseSchedulerNode, name) for name in ("get_operation_names", "get_nodes"))
-    inductor_lowering._keep_ancestors_that_run_before(SimpleNamespace(nodes=[first, last, moved]))
-    assert (first.ancestors, last.ancestors, moved.ancestors) == (set(), {"first"}, {"first"})
 
 
 class Residual(nn.Module):
