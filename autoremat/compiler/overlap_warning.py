@@ -77,8 +77,8 @@ class Step:
         self.functions = set[int | None]()
         self.leaves = WeakTensorKeyDictionary()
         """The versions of the leaves that its calls found without a gradient."""
-        self.returned: dict[int, int] = {}
-        """Bytes of what backwards returned, by storage, while that is live: autograd may hold it, or a caller."""
+        self.returned: dict[int, tuple[int, object]] = {}
+        """Live bytes that backwards returned, by storage, each with the backward, or with the call if that keeps its graph."""
         self.need = self.limit = 0
         """The most bytes of calls under shares, and of their shares, since no call was open."""
         self.causes: Causes = []
@@ -94,16 +94,17 @@ class Step:
         """Notes the leaves of a call. A gradient that one has by then was there before the step."""
         self.leaves.update({leaf: leaf._version for leaf in leaves if leaf.grad is None and leaf not in self.leaves})
 
-    def hold(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Notes what a backward returns."""
+    def hold(self, gradients: Iterable[torch.Tensor | None], holder: object) -> None:
+        """Notes what a backward returns to ``holder``."""
         for tensor in (local(one) for one in gradients if one is not None):
             with contextlib.suppress(NotImplementedError):  # it has no storage
                 when_dropped(tensor.untyped_storage(), self.returned.pop, storage_key(tensor), None)
-                self.returned |= self._bytes_of([tensor])
+                self.returned |= {key: (size, holder) for key, size in self._bytes_of([tensor]).items()}
 
-    def gradients(self) -> dict[int, int]:
-        """Returns the bytes of the live gradients, by storage."""
-        return self._bytes_of([local(leaf.grad) for leaf in list(self.leaves) if leaf.grad is not None]) | self.returned
+    def gradients(self, *holders: object) -> dict[int, int]:
+        """Returns the bytes of the gradients of leaves, and of those returned to ``holders``, by storage."""
+        of_leaves = self._bytes_of([local(leaf.grad) for leaf in list(self.leaves) if leaf.grad is not None])
+        return of_leaves | {key: size for key, (size, holder) in self.returned.items() if holder in holders}
 
     def _bytes_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         rounding = ROUNDING if self.device.type == "cuda" else 1
@@ -142,7 +143,7 @@ class Call:
         """Closes the call, unless autograd keeps its saved tensors: another backward may follow."""
         self.has_run, keeps = True, autograd.keeps_graph()
         if keeps or self.watch.active:
-            self.step.hold(gradients)
+            self.step.hold(gradients, id(self) if keeps else autograd.backward_number())
         if not keeps:
             self.watch.finish(self)
 
@@ -158,7 +159,8 @@ class Call:
         earlier = [*same[others:], *(one for one in alike if one.graph is not graph)]
         held, live = sum(one.held_bytes for one in earlier), 0
         if graph.bounds_gradients or causes:
-            live = sum(size for key, size in self.step.gradients().items() if key not in handed) - report.resident_bytes
+            found = self.step.gradients(id(self), autograd.backward_number())
+            live = sum(size for key, size in found.items() if key not in handed) - report.resident_bytes
         causes = [*causes, *self._causes(earlier, held, live), *graph.breaks]
         if not causes or graph.key in self.watch.told:
             return
