@@ -39,7 +39,7 @@ from autoremat.torch_private.tensors import subclass_identity
 
 @dataclass(frozen=True)
 class Reference:
-    """The peak that a graph needs without this package, with its code headroom."""
+    """The peak that a graph needs without this package."""
 
     bytes: int
     source: str

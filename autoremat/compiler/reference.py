@@ -3,7 +3,8 @@
 Under Inductor it is the peak of the code that Inductor generates alone, replayed as ours is, without compiling kernels. Only
 that code tells what Inductor needs: it moves kernels, saves copies in other layouts, and merges what the simulator keeps apart.
 Where no code is generated, as for a card by name or for several graphs of a step, torch's own partition is simulated, with the
-code headroom and the layout copies that Inductor makes. Under ``aot_eager`` torch makes that partition, which runs uncompiled.
+layout copies that Inductor makes. Under ``aot_eager`` torch makes that partition, which runs uncompiled. The code headroom is
+room for a plan's code, and no part of what the step needs alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import Capture
 from autoremat.compiler.joint_graph import JointGraph, Partitioner, PricedGraph, price_graph
 from autoremat.compiler.problem import Problem, Reference, fingerprint
-from autoremat.compiler.replay_context import code_unsplit_bytes, replay_context
+from autoremat.compiler.replay_context import code_headroom_bytes, code_unsplit_bytes, replay_context
 from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.wrapper_replay import INPUT_PREFIXES, ReplayContext
@@ -69,7 +70,8 @@ def reference_of(priced: PricedGraph, planner: Planner, headroom: int) -> Refere
         return None
     if found is None:
         source, plan = plan_without_us(priced, planner)
-        found = Reference(plan.peak_bytes + headroom + layout_copies_bytes(priced, plan), source, plan.saved_bytes)
+        beside = headroom - (code_headroom_bytes(priced.graph) if priced.problem.request.fuses else 0)
+        found = Reference(plan.peak_bytes + beside + layout_copies_bytes(priced, plan), source, plan.saved_bytes)
     least = planner.smallest if limits.takes_whole_reference else None
     if least is None or least.peak_bytes + headroom <= found.bytes:
         return found
@@ -298,7 +300,9 @@ class Rehearsal:
             raise fake_tensors.Stop
         forward, backward = joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
         aliases = self._note_outputs(forward, joint.num_forward_outputs)
-        self.replayed = replace(replay_context(self.priced.captured, self.priced.kept_inputs), aliases=aliases)
+        known = replay_context(self.priced.captured, self.priced.kept_inputs)
+        beside = known.code_headroom_bytes - code_headroom_bytes(self.priced.graph)
+        self.replayed = replace(known, aliases=aliases, code_headroom_bytes=beside)
         return forward, backward
 
     def _note_outputs(self, forward: fx.GraphModule, returned: int) -> dict[str, str]:

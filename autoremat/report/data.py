@@ -94,7 +94,7 @@ class ReportData(Pricing):
     budget_share: float | None = None
     """The budget as the user gave it, if that is a share of the reference peak."""
     reference_bytes: int | None = None
-    """Reference peak: what the step needs without this package, with code headroom. None unless the budget is a share of it."""
+    """Reference peak: what the step needs without this package; None unless the budget is a share of it."""
     reference_saved_bytes: int | None = None
     """Bytes that the plan with the reference peak saves for the backward."""
     reference_source: str = ""
