@@ -40,44 +40,6 @@ from autoremat.torch_private.process_groups import job
 APART = "its ranks compile different graphs, or compute differently what the graph of each shows as equal on all of them"
 
 
-@dataclass(kw_only=True)
-class Peers:
-    """The ranks that compile a graph together, as the compile loop sees them; here a process that compiles by itself."""
-
-    agreement: str = ""
-    """Name of the agreement under which the code is made. All ranks have the same."""
-    binding: int | None = None
-    """The rank with the least budget; None if the budgets are equal."""
-
-    @property
-    def may_repeat_collectives(self) -> bool:
-        """True if no rank that shares the graph follows another plan."""
-        return job() is None  # other ranks may plan this graph too, without an agreement
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The part of a name in torch's caches that keeps compilations under other agreements apart."""
-        return ()
-
-    def agree(self, problem: Problem, device: torch.device) -> Problem:
-        """Returns the problem of all ranks, of this rank's one for a device."""
-        return problem
-
-    def compare(self, priced: PricedGraph) -> PricedGraph:
-        """Returns a joint graph as all ranks that have it plan it."""
-        return priced
-
-    def note(self, priced: PricedGraph, planned: object) -> None:
-        """Notes the plan for a graph that was compared."""
-
-    def settled(self, problem: Problem) -> Problem | None:
-        """Returns the problem that all ranks compile again, for one rank's plan; None once all have compiled equal plans."""
-        return None
-
-    def fail(self, error: Exception) -> None:
-        """Ends the compilation on all other ranks with ``error``."""
-
-
 @dataclass(frozen=True)
 class _SameGraph:
     """The members that have one graph, and what they know of its gathers."""
@@ -90,10 +52,14 @@ class _SameGraph:
 
 
 @dataclass
-class Members(Peers):
-    """The members of a session."""
+class Peers:
+    """The ranks that compile a graph together: the members of a session, or a process by itself."""
 
-    session: Session
+    session: Session | None = None
+    agreement: str = ""
+    """Name of the agreement under which the code is made. All ranks have the same."""
+    binding: int | None = None
+    """The rank with the least budget; None if the budgets are equal."""
     is_warm: bool = False
     """True if all members have a record of one agreement. Nothing is compared then."""
     is_told: bool = False
@@ -105,14 +71,18 @@ class Members(Peers):
 
     @property
     def may_repeat_collectives(self) -> bool:
-        return True
+        """True if no rank that shares the graph follows another plan, as it may without an agreement."""
+        return self.session is not None or job() is None
 
     @property
     def identity(self) -> tuple[object, ...]:
-        # Each rank has entries of its own. Otherwise one rank could find the code that another rank has just written.
-        return self.agreement, self.session.job.rank
+        """The part of a name in torch's caches that keeps compilations under other agreements, and other ranks, apart."""
+        return () if self.session is None else (self.agreement, self.session.job.rank)
 
     def agree(self, problem: Problem, device: torch.device) -> Problem:
+        """Returns the problem of all ranks, of this rank's one for a device."""
+        if self.session is None:
+            return problem
         request, found = problem.request, problem.record
         limits, model = request.limits, request.options.cost_model
         host = None if limits.host_bytes is None else 0  # bytes may differ, but all keep tensors on the host or none does
@@ -158,9 +128,12 @@ class Members(Peers):
         )
 
     def compare(self, priced: PricedGraph) -> PricedGraph:
+        """Returns a joint graph as all ranks that have it plan it."""
+        if self.session is None:
+            return priced
         key = graph_hash(priced.graph)
         if key not in self.graphs:
-            self.graphs[key] = self._compared(key, priced)
+            self.graphs[key] = self._compared(self.session, key, priced)
         same = self.graphs[key]
         problem = replace(priced.problem, ranks=same.ranks if len(same.ranks) > 1 else ())
         if priced.gathering_ranks and not same.may_gather_again:
@@ -172,16 +145,17 @@ class Members(Peers):
         return replace(priced, problem=problem)
 
     def note(self, priced: PricedGraph, planned: object) -> None:
-        assert isinstance(planned, PlannedGraph)
-        self.planned[graph_hash(priced.graph)] = planned
+        """Notes the plan for a graph that was compared."""
+        if self.session is not None and isinstance(planned, PlannedGraph):
+            self.planned[graph_hash(priced.graph)] = planned
 
-    def _compared(self, key: str, priced: PricedGraph) -> _SameGraph:
+    def _compared(self, session: Session, key: str, priced: PricedGraph) -> _SameGraph:
         """Returns the members whose graph has the hash ``key``, with the interconnects that all of them use."""
         problem = priced.problem
         if problem.record is not None:  # a rank whose caches answer does not come here
             return _SameGraph(() if problem.record.report is None else problem.record.report.ranks, True)
         own = {"graph": key, "gathers": sorted(priced.gathering_ranks), "replication": priced.replication}
-        same = _same_graph(self.session.exchange("graph", own), key)
+        same = _same_graph(session.exchange("graph", own), key)
         options = problem.request.options
         if same.may_gather_again and options.cost_model != pricing.ROOFLINE and options.interconnect_bandwidth is None:
             now("measuring the interconnect")
@@ -189,7 +163,8 @@ class Members(Peers):
         return same
 
     def settled(self, problem: Problem) -> Problem | None:
-        if self.session.failed:
+        """Returns the problem that all ranks compile again, for one rank's plan; None once all have compiled equal plans."""
+        if self.session is None or self.session.failed:
             return None
         planned = {} if self.is_warm else self.planned
         plans = (f"{graph_hash(one.plan.graph)} {one.plan.schedule}" for one in planned.values())
@@ -224,7 +199,9 @@ class Members(Peers):
         return tellers
 
     def fail(self, error: Exception) -> None:
-        self.session.fail(error)
+        """Ends the compilation on all other ranks with ``error``."""
+        if self.session is not None:
+            self.session.fail(error)
 
 
 def _hash(texts: Iterable[str]) -> str:
@@ -252,7 +229,7 @@ def joined(problem: Problem, place: str, communicates: bool) -> Iterator[Peers]:
     members.
     """
     with session_at(place, problem.request.options.agreement if communicates else "off") as session:
-        peers = Peers() if session is None else Members(session)
+        peers = Peers(session)
         try:
             yield peers
         except Exception as error:

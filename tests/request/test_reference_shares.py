@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.basics.errors import BudgetWarning
 from autoremat.compiler import reference
-from autoremat.compiler.peers import Members
+from autoremat.compiler.peers import Peers
 from autoremat.compiler.problem import Problem
 from autoremat.options.options import Options
 from autoremat.report.report import Report
@@ -168,7 +168,7 @@ class Ranks:
 @pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0)])
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
     request = Request(Options(cost_model="roofline"), RequestedLimits(reference_share=0.5, granted_bytes=ours))
-    found = Members(Ranks(theirs)).agree(Problem(request), torch.device("cpu"))
+    found = Peers(Ranks(theirs)).agree(Problem(request), torch.device("cpu"))
     assert found.request.limits == RequestedLimits(reference_share=0.5, granted_bytes=agreed)
 
 
