@@ -27,11 +27,10 @@ from autoremat.compiler.dynamo_backend import backend
 from autoremat.compiler.peers import agreed_profile
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.step import Step
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.request.budgets import is_profile, refuse_open_calls, request_of
 from autoremat.request.surroundings import Surroundings, current_block, current_receiver, received_by, running_block
-from autoremat.step_profile.profile import profile_step, recorded_step, variants_of
+from autoremat.step_profile.profile import recorded_step, variants_of
 from autoremat.step_profile.recording import FirstSteps
 from autoremat.torch_private import autograd, compilers
 
@@ -49,8 +48,6 @@ def compile_blocks(
     memory_budget: int | float | str | DeviceBudget | None = None,
     *,
     variants: int = 3,
-    step: Callable[[], Any] | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledBlocks:
     """Compiles each block in place, as ``block.compile`` does, and returns the blocks with their plans.
@@ -58,12 +55,9 @@ def compile_blocks(
     Equal blocks share one graph. The graph gets at most ``variants`` plans, each is compiled once, and every block follows one
     of them. The compile time therefore does not grow with the number of blocks. All other code stays as it is.
 
-    The budget bounds the peak of the whole step, because the memory around the blocks is measured:
-
-    - With ``step``, it is measured at once. ``step()`` runs forward and loss of one training step; see
-      :func:`autoremat.profile_step`. The budget counts from the start of ``step``.
-    - Without ``step``, it is measured in the second training step. The first two steps run without generated code, on the plans
-      of the minimum peak. The budget counts from the first call of a block.
+    The budget bounds the peak of the whole step, because the memory around the blocks is measured in the second training step.
+    The first two steps run without generated code, on the plans of the minimum peak. The budget counts from the first call of a
+    block.
 
     Arguments:
 
@@ -71,18 +65,12 @@ def compile_blocks(
     - ``memory_budget``: the budget of the step, in bytes, as text such as "60GiB", or "auto". A float is a share of the step's
       peak without recomputation. None takes the configured budget.
     - ``variants``: the maximum number of different plans of one graph.
-    - ``loss``: maps the result of ``step()`` to the scalar to differentiate; by default the result itself, or its ``loss``.
     - ``options``: those of ``torch.compile``. With ``accumulate``, the gradients of earlier micro-batches count.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits, at once with ``step``, else in the third training step. Raises
-    ``OptionsError`` for arguments that are not accepted, and ``StepProfileError`` if the step cannot be measured.
+    Raises ``OptionsError`` for arguments that are not accepted, in the second step ``StepProfileError`` if it cannot be
+    measured, and in the third step ``BudgetInfeasible`` if no choice of plans fits.
     """
-    found = CompiledBlocks(_modules(blocks), memory_budget, variants_of(variants), options)
-    if step is not None:
-        found.profile_with(step, loss)
-    elif loss is not None:
-        raise OptionsError("`loss` is a function of the result of `step()`: pass step=... too")
-    return found
+    return CompiledBlocks(_modules(blocks), memory_budget, variants_of(variants), options)
 
 
 class CompiledBlocks(Shown):
@@ -102,7 +90,7 @@ class CompiledBlocks(Shown):
         own = {} if memory_budget is None else {"memory_budget": memory_budget}
         self._options = Options.parse({**self._given, **own}, None, compilers.inductor_config_names)
         if is_profile(self._options):
-            raise OptionsError("compile_blocks takes a budget of its own, not the result of profile_step: pass step=... to it")
+            raise OptionsError("compile_blocks takes a budget of its own, not the result of profile_step")
         refuse_open_calls(self._options, "compile_blocks", "in_flight")
         self.blocks, self.variants = tuple(blocks), variants
         self._profile: StepProfile | None = None
@@ -117,14 +105,6 @@ class CompiledBlocks(Shown):
         """The profile of the step, with the plan of each block; None before the memory around the blocks is known."""
         return self._profile
 
-    def profile_with(self, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor] | None = None) -> None:
-        """Profiles ``step()`` now and plans by it; see :func:`autoremat.profile_step`."""
-        if self._options.accumulate is not None:
-            raise OptionsError("`step` shows one micro-batch, without the gradients of others: leave out accumulate, or step")
-        profile = profile_step(step, loss=loss, regional=True, variants=self.variants, options=self._given)
-        self._given_way = 0
-        self._plan(profile.step)
-
     def profile_again(self) -> None:
         """Measures the next two training steps and plans anew, such as for larger inputs."""
         self._profile, self._given_way = None, 0
@@ -137,7 +117,7 @@ class CompiledBlocks(Shown):
         Raises ``BudgetInfeasible`` if no choice of plans fits, and ``StepProfileError`` before the step is measured.
         """
         if self._profile is None:
-            raise StepProfileError("the step is not measured yet: run two training steps, or pass step=... to compile_blocks")
+            raise StepProfileError("the step is not measured yet: run two training steps")
         self._given_way = 0
         profile = self._profile.within(memory_budget)
         self._must_fit = profile.must_fit
@@ -193,21 +173,19 @@ class CompiledBlocks(Shown):
         return True
 
     def _may_plan(self, first: FirstSteps) -> bool:
-        """Returns True if the step is measured; it is then planned."""
+        """Returns True if the step is measured; the budget is then divided among its graphs."""
         if first.has_ended and first.moments_found is None:
             first.settle()
-        if first.moments_found is not None:
-            with status_if_slow("planning the blocks", shown=self._options.progress):
-                now("sharing out the budget")
-                self._plan(recorded_step(first, first.moments_found, self.variants))
-        return first.moments_found is not None
-
-    def _plan(self, found: Step) -> None:
-        """Divides the budget of the options among the graphs of the measured step."""
-        request = request_of(self._options, Surroundings(torch.device(found.device)))
-        profile = agreed_profile(found, request, "the profile of blocks")
-        self._must_fit = profile.must_fit
-        self._use(replace(profile, must_fit=True))  # other shares are tried before code over its share runs
+        if first.moments_found is None:
+            return False
+        with status_if_slow("planning the blocks", shown=self._options.progress):
+            now("sharing out the budget")
+            found = recorded_step(first, first.moments_found, self.variants)
+            request = request_of(self._options, Surroundings(torch.device(found.device)))
+            profile = agreed_profile(found, request, "the profile of blocks")
+            self._must_fit = profile.must_fit
+            self._use(replace(profile, must_fit=True))  # other shares are tried before code over its share runs
+        return True
 
     def _use(self, profile: StepProfile) -> None:
         """Makes the blocks follow their plans in ``profile`` from their next calls on."""

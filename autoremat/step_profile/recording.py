@@ -338,7 +338,7 @@ class FirstSteps(Recording):
         except RuntimeError as error:
             raise StepProfileError(
                 "the second training step measures the memory around the blocks, which is impossible inside another profiler "
-                "or `track_peak`: begin these after two steps, or pass step=... to compile_blocks, which measures at once"
+                "or `track_peak`: begin these after two steps"
             ) from error
         self.start(meter)
         self._before_update = register_optimizer_step_pre_hook(untraced(self._settle_before_update))
