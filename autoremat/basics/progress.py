@@ -72,22 +72,22 @@ def finish(outcome: str) -> None:
 
 
 @contextlib.contextmanager
-def status_if_slow(title: str, shown: bool = True, waited: float = 0.0) -> Iterator[None]:
-    """Shows ``title``, the ``waited`` and elapsed seconds and the stage while the body runs, in the first rank of a job.
+def status_if_slow(title: str, shown: bool = True) -> Iterator[None]:
+    """Shows ``title``, the elapsed seconds and the stage while the body runs, in the first rank of a job.
 
     A body within adds its title. ``shown=False`` silences the body.
     """
     outer = getattr(_here, "status", None)
     speaks = shown and outer is None and environment.said("RANK") in ("", "0") and _voice.acquire(blocking=False)
     console = Console(stderr=True, force_jupyter=False) if speaks and sys.stderr else None
-    status = outer if outer and shown else _Status(time.monotonic() - waited, console)
+    status = outer if outer and shown else _Status(time.monotonic(), console)
     to_terminal = sys.stdout is not None and sys.stdout.isatty()
     with contextlib.ExitStack() as after:
         if speaks:
             after.callback(_voice.release)
         if console and console.is_terminal:
             live = Live(status, console=console, transient=True, redirect_stdout=to_terminal)
-            timer = threading.Timer(max(0.0, PATIENCE_SECONDS - waited), live.start)
+            timer = threading.Timer(PATIENCE_SECONDS, live.start)
             timer.start()
             for act in (live.stop, timer.join, timer.cancel):  # the last is called first
                 after.callback(act)

@@ -190,18 +190,14 @@ def _may_loosen(attempts: Sequence[Trial], rules: Rules) -> bool:
     return rules.may_loosen and fresh and bounded and last.shows_both_halves and not last.is_complete and has_room
 
 
-def _closest(attempts: Sequence[Trial]) -> Trial:
-    failed = [attempt for attempt in attempts if attempt.failed]
-    return min(failed, key=lambda attempt: (attempt.peak_bytes, attempt.headroom_bytes, attempt.shows_both_halves))
-
-
 def _minimize_or_end(attempts: Sequence[Trial], rules: Rules) -> Verdict:
     """Returns one more attempt if the code of another plan may need less memory; else the best plan so far, or the error.
 
     The error names the peak of a plan that every budget tries before an error. With that peak as the budget the plan is
     therefore tried again, and fits. The code of another plan may need less, but that budget might not lead to it.
     """
-    last, closest = attempts[-1], _closest(attempts)
+    last, failed = attempts[-1], [attempt for attempt in attempts if attempt.failed]
+    closest = min(failed, key=lambda attempt: (attempt.peak_bytes, attempt.headroom_bytes, attempt.shows_both_halves))
     headroom = last.minimizing_headroom_bytes
     if rules.must_fit and not last.shows_both_halves:
         headroom = closest.headroom_bytes
@@ -209,7 +205,7 @@ def _minimize_or_end(attempts: Sequence[Trial], rules: Rules) -> Verdict:
         return Again(headroom, Purpose.MINIMIZE)
     if not rules.must_fit:
         return Again(closest.headroom_bytes, Purpose.SETTLE)
-    whole = [attempt for attempt in attempts if attempt.failed and attempt.shows_both_halves]
+    whole = [attempt for attempt in failed if attempt.shows_both_halves]
     sure = [attempt.peak_bytes for attempt in whole if attempt.is_last_plan or attempt.purpose is Purpose.MINIMIZE]
     return Infeasible(min(sure or [attempt.peak_bytes for attempt in whole], default=closest.peak_bytes))
 

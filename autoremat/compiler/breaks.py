@@ -6,7 +6,6 @@ The backend receives only the graphs that Dynamo captures. Dynamo's own counters
 from __future__ import annotations
 
 import re
-import time
 import weakref
 from collections import Counter
 from types import CodeType
@@ -89,8 +88,8 @@ def note_on(gm: fx.GraphModule) -> str:
     return f"{BROKEN} {where}: {BETWEEN_GRAPHS}"
 
 
-_frame_began: float | None = None
-_breaks_before: Counter[str] = Counter()
+_breaks_before: Counter[str] | None = None
+"""The graph breaks before the present frame; None if ``listen`` was not active then."""
 
 
 def listen() -> None:
@@ -103,15 +102,10 @@ def listen() -> None:
     split_graphs.watch_parts()
 
 
-def seconds_in_dynamo() -> float:
-    """Returns the seconds since Dynamo began the present frame; 0 if ``listen`` was not active then."""
-    return 0.0 if _frame_began is None else time.monotonic() - _frame_began
-
-
 def _before_a_frame(*_: object) -> None:
-    """Begins the time of the frame, and warns of one inside of a transform of ``torch.func``."""
-    global _frame_began, _breaks_before
-    _frame_began, _breaks_before = time.monotonic(), dynamo.graph_breaks()
+    """Warns of a frame inside of a transform of ``torch.func``."""
+    global _breaks_before
+    _breaks_before = dynamo.graph_breaks()
     found = frames.frame_in_work() if dynamo.runs_in_transform() else None
     if found is not None:
         code, compiler = found
@@ -125,12 +119,12 @@ def _before_a_frame(*_: object) -> None:
 
 
 def _after_a_frame(*_: object) -> None:
-    """Ends the time of the frame, and notes why Dynamo broke it."""
-    global _frame_began
-    was_begun, _frame_began = _frame_began is not None, None  # not after a frame in which ``listen`` was called
+    """Notes why Dynamo broke the frame."""
+    global _breaks_before
+    before, _breaks_before = _breaks_before, None
     found = frames.frame_in_work()
-    if found is not None and was_begun:
-        for reason in dynamo.graph_breaks() - _breaks_before:
+    if found is not None and before is not None:
+        for reason in dynamo.graph_breaks() - before:
             frames.reasons.note(found[0], dynamo.in_few_words(reason))
 
 

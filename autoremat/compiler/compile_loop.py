@@ -23,11 +23,10 @@ from autoremat.compiler.infeasibility import no_code_fits
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.lowering import Compiled, Halves, Partitioning, code_peaks, lower
 from autoremat.compiler.peers import Peers
-from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.planned_graph import PlannedGraph, code_unsplit_bytes
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem, Record, fingerprint, load_record, source_hash
 from autoremat.compiler.reference import rehearsal
-from autoremat.compiler.replay_context import code_unsplit_bytes
 from autoremat.planner.memory.allocations import beside_sizes
 from autoremat.report.report import Report
 from autoremat.torch_private import compilers
@@ -58,8 +57,14 @@ def compile_graph(problem: Problem, peers: Peers | None = None) -> CompiledGraph
     ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
     that is tried, and ``AgreementError`` if another rank fails.
     """
-    peers = peers or Peers()
-    problem = _begun(problem, peers)
+    peers, module = peers or Peers(), problem.module
+    assert module is not None
+    may_repeat = peers.may_repeat_collectives or problem.may_repeat_collectives
+    problem = replace(problem, may_repeat_collectives=may_repeat, sharded_inputs=sharded_inputs(module))
+    if problem.request.fuses:
+        key = fingerprint(problem)
+        problem = replace(problem, key=key, record=load_record(key))
+    problem = peers.agree(problem, device_of_inputs(module, problem.inputs))
     trials = Trials(problem, peers)
     with rehearsal(problem) as needed:
         while True:
@@ -70,8 +75,7 @@ def compile_graph(problem: Problem, peers: Peers | None = None) -> CompiledGraph
                 with trials.caches():
                     code = lower(problem, partitioning, trials.identity, partial(trials.decide, partitioning))
             else:
-                assert problem.module is not None
-                code = compilers.compile_uncompiled(problem.module, problem.inputs, Partitioner(partitioning)), {}, Accept()
+                code = compilers.compile_uncompiled(module, problem.inputs, Partitioner(partitioning)), {}, Accept()
             found = trials.result(partitioning, *code)
             if found is None:
                 continue
@@ -79,18 +83,6 @@ def compile_graph(problem: Problem, peers: Peers | None = None) -> CompiledGraph
             if again is None:
                 return found
             problem, trials = again, Trials(again, peers)
-
-
-def _begun(problem: Problem, peers: Peers) -> Problem:
-    """Returns the problem with all that is known before the first attempt: key, record, what all ranks agree on."""
-    module = problem.module
-    assert module is not None
-    may_repeat = peers.may_repeat_collectives or problem.may_repeat_collectives
-    problem = replace(problem, may_repeat_collectives=may_repeat, sharded_inputs=sharded_inputs(module))
-    if problem.request.fuses:
-        key = fingerprint(problem)
-        problem = replace(problem, key=key, record=load_record(key))
-    return peers.agree(problem, device_of_inputs(module, problem.inputs))
 
 
 @dataclass

@@ -72,17 +72,21 @@ def compiled_in_parts(
     if options.hooks_free_gradients and trained and not hooked:
         none = "no parameter of this graph has a post-accumulate-grad hook"
         warn_user(f"hooks_free_gradients has no effect: {reason or none}", OptionWarning)
-    wanted = _wanted_parts(options, around, bool(hooked))
+    wanted = options.early_gradients
+    if wanted == "auto":
+        is_whole = around.why_broken is None and around.block is None and not options.open_calls.sends_gradients
+        wanted = bool(hooked) and is_whole and not options.plan and options.max_slowdown is None
+    count = (PARTS if wanted else 1) if isinstance(wanted, bool) else int(wanted)
     part_of: Mapping[fx.Node, int] = {}
-    if wanted > 1 and not reason:
+    if count > 1 and not reason:
         if not compilers.keeps_dead_draws(patches):
             remove_dead_code(gm)
-        part_of = divided(gm, inputs, around.device.type, wanted)
+        part_of = divided(gm, inputs, around.device.type, count)
         reason = "" if any(part_of.values()) else UNCUT
-    if wanted > 1 and reason and options.early_gradients != "auto":
+    if count > 1 and reason and options.early_gradients != "auto":
         warn_user(f"early_gradients has no effect: {reason}", OptionWarning)
     has_hooks = bool(hooked) and options.memory_budget is not None
-    if wanted == 1 or reason:
+    if count == 1 or reason:
         if has_hooks and reason in ("", UNCUT):
             _warn_of_hooks(hooked.values(), around.device)
         return None
@@ -97,15 +101,6 @@ def _is_trained(tensor: Any) -> bool:
 
 def _is_hooked(tensor: Any) -> bool:
     return _is_trained(tensor) and bool(autograd.hooks_after_gradients(tensor))
-
-
-def _wanted_parts(options: Options, around: Surroundings, is_hooked: bool) -> int:
-    """Returns the number of parts; 1 for a graph that stays whole."""
-    wanted = options.early_gradients
-    if wanted == "auto":
-        is_whole = around.why_broken is None and around.block is None and not options.open_calls.sends_gradients
-        wanted = is_hooked and is_whole and not options.plan and options.max_slowdown is None
-    return (PARTS if wanted else 1) if isinstance(wanted, bool) else int(wanted)
 
 
 def _warn_of_hooks(parameters: Collection[torch.Tensor], device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,7 @@ from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.capture.pricing import ROOFLINE
-from autoremat.compiler.dynamic_shapes import note_on_sizes
-from autoremat.compiler.joint_graph import with_allowed_forms
+from autoremat.compiler.joint_graph import note_on_sizes, with_allowed_forms
 from autoremat.compiler.planned_graph import WORTH, PlannedGraph, counted
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.cost.links import Links
@@ -37,13 +36,18 @@ def _infeasible(
     That is the peak of ``smallest``, which is the smallest plan of the search if not given, with its code. The limits add what
     their origin advises. ``figures`` are further ones of the error.
     """
-    limits, asked = planned.problem.request.limits, planned.budget
+    request, asked = planned.problem.request, planned.budget
+    limits, remedies = request.limits, [*request.limits.remedies(minimum - (asked.bytes or 0)), *remedies]
     budget, smallest = asked.bytes or 0, smallest or planned.planning.smallest
     moment, parts = peak_of(smallest), parts_of_peak(smallest)
     live = () if moment is None else moment.live
     occupants = [Occupant(NAMES.get(t.sort, "") + t.name, t.bytes, t.module, t.source) for t in live]
     if minimum > smallest.peak_bytes:
         occupants.append(Occupant("code headroom", minimum - smallest.peak_bytes))
+    if parts and not (request.returned and remedy_for(parts[0][0]) == RETURN_LESS):
+        remedies.append(remedy_for(parts[0][0]))
+    if request.returned_bytes > WORTH * minimum:
+        remedies.append(request.returned)
     device = planned.priced.captured.device.name
     figures |= {
         "budget_bytes": budget,
@@ -51,22 +55,13 @@ def _infeasible(
         "lower_bound_bytes": planned.planning.lower_bound_bytes,
         "occupants": occupants,
         "device": device,
-        "remedies": (*limits.remedies(minimum - budget), *remedies, *_remedies(planned, parts, minimum)),
+        "remedies": remedies,
         "parts": parts,
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),
     }
     reference = None if asked.reference is None else asked.reference.bytes
     return BudgetInfeasible(**figures).asked_as(limits.reference_share, reference)
-
-
-def _remedies(planned: PlannedGraph, parts: Sequence[tuple[str, int]], minimum: int) -> Iterator[str]:
-    """Yields what lowers the largest part of the minimum peak, and what the function returns beside its loss."""
-    request = planned.problem.request
-    if parts and not (request.returned and remedy_for(parts[0][0]) == RETURN_LESS):
-        yield remedy_for(parts[0][0])
-    if request.returned_bytes > WORTH * minimum:
-        yield request.returned
 
 
 def no_code_fits(planned: PlannedGraph, minimum: int) -> BudgetInfeasible:

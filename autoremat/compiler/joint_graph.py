@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoremat.basics.errors import OptionWarning
@@ -33,6 +34,8 @@ from autoremat.planner.settings import settings
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, higher_order, joint_graphs, process_groups
 from autoremat.torch_private.autograd import retraces_backwards
+from autoremat.torch_private.symbolic_sizes import UNKNOWN_SIZE, data_dependent_sizes
+from autoremat.torch_private.tensors import tensors_in
 
 
 @dataclass(frozen=True)
@@ -184,41 +187,45 @@ def capture_and_price(joint: JointGraph, problem: Problem) -> PricedGraph | None
     )  # fmt: skip
     if captured.graph.single_phase:
         return None
-    accumulated = _parameter_gradient_bytes(joint, captured)
+    graph, aliases = captured.graph, captured.aliases
+    _, gradients = joint_graphs.joint_outputs(captured.joint, captured.num_fwd_outputs)  # one for each input of the forward
+    of_parameters = {aliases.get(gradients[i]) for i in joint.static_inputs if i < len(gradients) and gradients[i] is not None}
+    accumulated = sum(graph.values[value].bytes for value in set(graph.backward_outputs) if value in of_parameters)
     if request.calls != OpenCalls():
         captured = replace(captured, graph=request.calls.of(captured.graph, accumulated))
-    captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, problem)))
+    sharded = frozenset[int]()
+    if problem.sharded_inputs and not joint.is_region:  # the inputs of a region are not Dynamo's
+        inputs = joint_graphs.ends_of(joint.module, joint.num_forward_outputs).inputs
+        found = (aliases.get(node) for position, node in inputs.items() if position in problem.sharded_inputs)
+        sharded = frozenset(value for value in found if isinstance(value, int))
+    captured = replace(captured, graph=without_saved_copies(captured.graph, sharded))
     unused: tuple[str, ...] = ()
     if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results
         captured, unused = with_allowed_forms(captured, problem, links)
-    return PricedGraph(problem, joint, captured, _kept_inputs(joint, captured), accumulated, unused)
-
-
-def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
-    _, gradients = joint_graphs.joint_outputs(captured.joint, captured.num_fwd_outputs)  # one for each input of the forward
-    nodes = (gradients[index] for index in joint.static_inputs if index < len(gradients))
-    aliases = (captured.aliases.get(node) for node in nodes if isinstance(node, fx.Node))
-    values = {alias for alias in aliases if isinstance(alias, int)}
-    return sum(captured.graph.values[value].bytes for value in values.intersection(captured.graph.backward_outputs))
-
-
-def _sharded(joint: JointGraph, captured: Capture, problem: Problem) -> frozenset[int]:
-    """Returns the numbers of the values that are sharded inputs. A nested region has none: its inputs are not Dynamo's."""
-    if not problem.sharded_inputs or joint.is_region:
-        return frozenset()
-    inputs = joint_graphs.ends_of(joint.module, joint.num_forward_outputs).inputs
-    found = (captured.aliases.get(node) for position, node in inputs.items() if position in problem.sharded_inputs)
-    return frozenset(value for value in found if isinstance(value, int))
-
-
-def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:
     placeholders = joint.module.graph.find_nodes(op="placeholder")
-    static = {placeholders[index] for index in joint.static_inputs}
-    values = zip(captured.graph.values, captured.value_nodes, strict=True)
-    return frozenset(
-        number
-        for number, (value, node) in enumerate(values)
-        if value.role is Role.INPUT and node is not None and node.op == "placeholder" and node not in static
+    passed = set(placeholders).difference(placeholders[index] for index in joint.static_inputs)
+    values = enumerate(zip(captured.graph.values, captured.value_nodes, strict=True))
+    kept = frozenset(number for number, (value, node) in values if value.role is Role.INPUT and node in passed)
+    return PricedGraph(problem, joint, captured, kept, accumulated, unused)
+
+
+def note_on_sizes(graph: fx.Graph) -> str:
+    """Returns a note on what the plan of a traced graph assumes of sizes that depend on data; empty without such sizes."""
+    values = [node.meta.get("val") for node in graph.nodes]
+    numbers = [value for value in values if isinstance(value, torch.SymInt)]
+    bounds = data_dependent_sizes([*tensors_in(values), *numbers])
+    if not bounds:
+        return ""
+    if None in bounds.values():
+        free = list(bounds.values()).count(None)
+        return (
+            f"sizes that depend on data, {free} of them without a bound, are assumed to be "
+            f"at most {UNKNOWN_SIZE}: state a bound in the function, torch._check(size <= ...)"
+        )
+    most = max(bound or 0 for bound in bounds.values())
+    return (
+        f"sizes that depend on data count at their upper bounds, up to {most}: torch._check(size <= ...) in the function "
+        "states a lower one"
     )
 
 

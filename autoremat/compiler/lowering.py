@@ -35,11 +35,10 @@ from autoremat.capture import source_info
 from autoremat.compiler.attempts import Verdict
 from autoremat.compiler.joint_graph import JointGraph, Partitioner, PricedGraph, price_graph, refused_setting
 from autoremat.compiler.peers import Peers
-from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.compiler.planned_graph import PlannedGraph, replay_context
 from autoremat.compiler.planning import SmallestGraph, plan_graph
 from autoremat.compiler.problem import Problem
 from autoremat.compiler.reference import Rehearsal
-from autoremat.compiler.replay_context import replay_context
 from autoremat.host_memory import ops
 from autoremat.passes import apply_plan
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet
@@ -213,7 +212,6 @@ def lower(
         with (
             inductor_lowering.sequenced(lambda: partitioning.facts.memory_first, lambda: partitioning.facts.pins_forward),
             inductor_lowering.kernels_corrected(patches),
-            inductor_lowering.types_listed_once(),
             layouts.laid_out_as_planned((ops.copy_to_host, ops.wait_for_copy_to_host)),
             inductor_lowering.observe_lowering(lambda: partitioning.facts.replay_context, observe),
             answers,

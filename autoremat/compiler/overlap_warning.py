@@ -26,7 +26,6 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes, rounded
 from autoremat.basics.warn import warn_user
 from autoremat.compiler.breaks import BROKEN
-from autoremat.compiler.dynamic_shapes import of_larger_size
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.memory.simulator import BackwardBytes
 from autoremat.report.report import Report
@@ -247,7 +246,7 @@ class Watch:
             if copied := packed.copied_bytes:
                 cause = f"hooks on saved tensors copy {format_bytes(copied)}", "Leave the hooks out: a plan takes their place"
                 present.judge(lambda: report.held_bytes + copied, [cause])
-        if graph.assumed and (text := of_larger_size(report, autograd.saved_numbers(node))):
+        if graph.assumed and (text := _of_larger_size(report, autograd.saved_numbers(node))):
             graph.assumed.clear()
             warn_user(text, BudgetWarning)
         if self.active:
@@ -278,6 +277,18 @@ class Watch:
             total = sum(one.report.accumulated_bytes for one in self.graphs)
             known = ((one, one.report.accumulated_bytes if one.report.resident_bytes else 0) for one in self.graphs)
             self.active = any(one.bounds_gradients and one.report.peak_bytes + total - own > one.budget for one, own in known)
+
+
+def _of_larger_size(report: Report, numbers: Sequence[int]) -> str:
+    """Returns the text on the first of the ``numbers`` that a call saved that is larger than the plan assumes; "" without."""
+    found = next(((numbers[at], most) for at, most in report.assumed_sizes if numbers[at] > most), None)
+    if found is None or report.budget_bytes is None:
+        return ""
+    return (
+        f"a size that depends on data is {found[0]} in this step, and the plan assumes at most {found[1]}, because nothing "
+        f"bounds it: the budget of {format_bytes(report.budget_bytes)} may not hold. State the bound in the function that is "
+        f"compiled, torch._check(size <= {found[0]}) or more, and it is planned for"
+    )
 
 
 _watch = Watch()

@@ -75,18 +75,12 @@ def plan_graph(priced: PricedGraph, extra_headroom_bytes: int = 0) -> PlannedGra
     is_found = planning.plan is not None
     if planned.fits or (is_found and planned.plan_file is not None) or not problem.request.must_fit or priced.joint.is_region:
         return planned
-    if is_found or not _may_fit(planned):
+    plan, assumed = planned.plan, planned.budget
+    accepted = replace(limits_of(priced, assumed, planned.free_seconds), peak_bytes=None).keep(plan)
+    is_tried = plan.peak_bytes <= (assumed.bytes or 0) * (1 + OPTIMISM) or len(plan.graph.ops) <= QUICK_OPS
+    if is_found or not (problem.decided_by_code and accepted and is_tried):
         raise no_plan_fits(planned)
-    return planned
-
-
-def _may_fit(planned: PlannedGraph) -> bool:
-    """Returns True if Inductor's code for the plan may fit, although the simulated peak exceeds the budget."""
-    plan, budget = planned.plan, planned.budget
-    assert budget.bytes is not None
-    accepted = replace(limits_of(planned.priced, budget, planned.free_seconds), peak_bytes=None).keep(plan)
-    is_tried = plan.peak_bytes <= budget.bytes * (1 + OPTIMISM) or len(plan.graph.ops) <= QUICK_OPS
-    return planned.problem.decided_by_code and accepted and is_tried
+    return planned  # its code may fit, although the simulated peak exceeds the budget
 
 
 # -- the contest of rewritten graphs ---------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import Capture
 from autoremat.compiler.joint_graph import JointGraph, Partitioner, PricedGraph, price_graph
+from autoremat.compiler.planned_graph import code_headroom_bytes, code_unsplit_bytes, replay_context
 from autoremat.compiler.problem import Problem, Reference, fingerprint
-from autoremat.compiler.replay_context import code_headroom_bytes, code_unsplit_bytes, replay_context
 from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.wrapper_replay import INPUT_PREFIXES, ReplayContext

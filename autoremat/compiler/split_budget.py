@@ -49,13 +49,12 @@ log = logging.getLogger("autoremat")
 
 
 class Words(NamedTuple):
-    """How texts name the parts of a graph, and how to compile it as a whole."""
+    """How texts name a part of a graph, what it is part of, how to compile the whole, and what that lacks."""
 
     part: str
     cause: str
     whole: str
     loss: str
-    """What the graph as a whole lacks."""
 
     @property
     def parts(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -98,7 +99,7 @@ class CompiledBlocks(Shown):
         self._without_plan = self._compiled(memory_budget=None)
         self.profile_again()
         for number, block in enumerate(self.blocks):
-            autograd.install_call(block, _Call(self, number, block))
+            autograd.install_call(block, partial(self.call, number, block))
 
     @property
     def profile(self) -> StepProfile | None:
@@ -108,7 +109,8 @@ class CompiledBlocks(Shown):
     def profile_again(self) -> None:
         """Measures the next two training steps and plans anew, such as for larger inputs."""
         self._profile, self._given_way = None, 0
-        self._first_steps: FirstSteps | None = FirstSteps(self._options, self._has_gradients)
+        parameters = [parameter for block in self.blocks for parameter in block.parameters()]
+        self._first_steps: FirstSteps | None = FirstSteps(self._options, lambda: any(p.grad is not None for p in parameters))
         self._recorded = self._compiled(memory_budget=None)
 
     def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
@@ -135,8 +137,10 @@ class CompiledBlocks(Shown):
             return self._profile.tables()
         return [named_figures([("blocks", str(len(self.blocks))), ("plans", "made after two training steps")])]
 
-    def call(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, number: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of one call of a block."""
+        if torch.compiler.is_compiling():  # a function around the block is compiled, and the block with it
+            return autograd.call_without_compiling(block, *args, **kwargs)
         if not torch.is_grad_enabled():
             return self._without_plan(block, *args, **kwargs)
         with running_block(number):
@@ -219,25 +223,10 @@ class CompiledBlocks(Shown):
         options: dict[str, Any] = {**given, "memory_budget": memory_budget}
         return torch.compile(own, backend=autoremat, options=options)
 
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for block in self.blocks for parameter in block.parameters())
-
 
 def _call_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Returns the result of the block ``self``. The name of the argument keeps it out of module paths."""
     return autograd.call_without_compiling(self, *args, **kwargs)
-
-
-class _Call:
-    """Answers the calls of one block."""
-
-    def __init__(self, owner: CompiledBlocks, number: int, block: nn.Module) -> None:
-        self.owner, self.number, self.block = owner, number, block
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a function around the block is compiled, and the block with it
-            return autograd.call_without_compiling(self.block, *args, **kwargs)
-        return self.owner.call(self.number, self.block, args, kwargs)
 
 
 def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

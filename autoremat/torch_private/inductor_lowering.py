@@ -344,23 +344,6 @@ def kernels_corrected(patches: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def types_listed_once() -> Iterator[None]:
-    """Makes Inductor list the types of its ops' results once while active, and not for each op that it writes (torch 2.15)."""
-    from torch._inductor import utils
-    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-
-    known: dict[str, Any] = {}
-
-    def set_rules(method: Method, handler: Any) -> None:
-        if known != utils.op_dtype_propagation_rules:
-            method(handler)
-            known.update(utils.op_dtype_propagation_rules)
-
-    with hooked(DtypePropagationOpsHandler, "__init__", set_rules):
-        yield
-
-
-@contextlib.contextmanager
 def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
     """Calls ``observer`` with the peak of every whole training graph that Inductor generates code for in this thread.
 
@@ -400,6 +383,5 @@ def without_kernels() -> Iterator[None]:
         functorch_config.patch({"enable_autograd_cache": False}),
         inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
         hooked(GraphLowering, "compile_to_module", only_generated),
-        types_listed_once(),
     ):
         yield

@@ -101,13 +101,13 @@ def test_a_terminal_has_a_line_that_goes_away(monkeypatch):
     monkeypatch.setattr(sys, "stderr", file)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
-    with status_if_slow("planning 7 ops", waited=70.0):
+    with status_if_slow("planning 7 ops"):
         now("measuring")
         limit = time.monotonic() + 10.0
         while "measuring" not in file.getvalue():
             assert time.monotonic() < limit
             time.sleep(0.01)
-    assert "autoremat 70 s: measuring, planning 7 ops" in file.getvalue()
+    assert " s: measuring, planning 7 ops" in file.getvalue()
     assert file.getvalue().rstrip("\x1b[?25h").endswith("\x1b[2K"), "the last thing that is done is to erase the line"
 
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import OptionWarning, explain
 from autoremat.capture.pricing import product_type
-from autoremat.compiler import compile_loop, replay_context
+from autoremat.compiler import compile_loop, planned_graph
 from autoremat.compiler.lowering import Partitioning, lower
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.problem import Problem
@@ -142,14 +142,14 @@ MIB = 2**20
 
 @pytest.mark.parametrize(("text", "rest"), [("", MIB), ("expandable_segments: True", 0)])
 def test_rests_of_blocks_count_unless_segments_expand(monkeypatch, text, rest):
-    monkeypatch.setattr(replay_context, "settings_of_process", lambda: text)
-    assert replay_context.code_unsplit_bytes({False: HalfAllocations(((0, 11 * MIB),))}, []) == rest
+    monkeypatch.setattr(planned_graph, "settings_of_process", lambda: text)
+    assert planned_graph.code_unsplit_bytes({False: HalfAllocations(((0, 11 * MIB),))}, []) == rest
 
 
 def test_settings_without_a_rule_are_noted(monkeypatch):
-    monkeypatch.setattr(replay_context, "settings_of_process", lambda: "max_split_size_mb:64")
-    assert "without max_split_size_mb" in replay_context.note_on_settings("cuda")
-    assert not replay_context.note_on_settings("cpu")
+    monkeypatch.setattr(planned_graph, "settings_of_process", lambda: "max_split_size_mb:64")
+    assert "without max_split_size_mb" in planned_graph.note_on_settings("cuda")
+    assert not planned_graph.note_on_settings("cpu")
 
 
 @pytest.mark.skipif(MINOR < 12, reason="this torch does not tell the settings")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
-from autoremat.compiler import publishing
+from autoremat.compiler import dynamo_backend
 
 X = torch.randn(256, 32)
 UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -19,7 +19,7 @@ UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch):
-    monkeypatch.setattr(publishing, "_given", set())
+    monkeypatch.setattr(dynamo_backend, "_given", set())
 
 
 class Layers(nn.Module):
