@@ -3,7 +3,7 @@
     run_passes(backward, materialize_shared, preserve_strides)
 
 Each pass is linted and timed. The logger ``autoremat.passes`` has the seconds and the graph after each pass, at level DEBUG.
-With ``AUTOREMAT_VERIFY_PASSES=1``, as in all tests, what a pass must preserve is compared too.
+All tests also compare what a pass must preserve.
 
 Torch's ``PassManager`` is not used: it replaces the error of a pass by a bare ``Exception``, and callers tell ``PlanInvalid``
 and ``ChunkingUnsupported`` apart.
@@ -15,17 +15,13 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from autoremat.basics import environment
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture
-from autoremat.ops.op_traits import traits_of
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
 from autoremat.passes.inductor_workarounds.accumulate_gradients import forward_region_operands as forward_region_operands
 from autoremat.passes.inductor_workarounds.accumulate_gradients import ignore_running_averages
@@ -35,7 +31,7 @@ from autoremat.passes.inductor_workarounds.layouts import preserve_strides as pr
 from autoremat.passes.inductor_workarounds.layouts import state_layout_copies as state_layout_copies
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.insert_transfers import insert_stores, stored_values
-from autoremat.planner.graph.op import SEQUENTIAL, Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import simulate
 from autoremat.torch_private import compilers, joint_graphs
@@ -59,7 +55,6 @@ def run_passes(module: fx.GraphModule, *passes: Pass) -> list[int]:
 
 def _run(module: fx.GraphModule, one: Pass) -> int:
     name = (one.func if isinstance(one, partial) else one).__name__
-    before = _interface(module.graph) if environment.said(environment.VERIFY_PASSES) == "1" else {}
     begin = time.perf_counter()
     rewrites = one(module)
     log.debug("%s: %d rewrites in %.2f ms", name, rewrites, 1e3 * (time.perf_counter() - begin))
@@ -70,30 +65,7 @@ def _run(module: fx.GraphModule, one: Pass) -> int:
             raise RuntimeError(f"the pass {name} leaves a malformed graph: {error}") from error
         if log.isEnabledFor(logging.DEBUG):
             log.debug("the graph after %s:\n%s", name, module.print_readable(print_output=False))
-    after = _interface(module.graph) if before else {}
-    for part, expected in before.items():
-        if after[part] != expected:
-            pairs = zip((*expected, "nothing"), (*after[part], "nothing"), strict=False)
-            old, new = next(pair for pair in pairs if pair[0] != pair[1])
-            raise RuntimeError(f"the pass {name} changes the {part} of the graph: {new} in place of {old}")
     return rewrites
-
-
-def _interface(graph: fx.Graph) -> dict[str, list[str]]:
-    """Returns what a pass must preserve: the form of inputs and outputs, and the sequence of all effects."""
-    return {
-        "inputs": [f"{node.name}: {_described(node)}" for node in graph.find_nodes(op="placeholder")],
-        "outputs": [_described(leaf) for leaf in tree_leaves(graph.output_node().args)],
-        "effects": [f"{node.name}: {node.target}" for node in graph.nodes if traits_of(node) & SEQUENTIAL],
-    }
-
-
-def _described(leaf: Any) -> str:
-    value = leaf.meta.get("val", "unknown") if isinstance(leaf, fx.Node) else leaf
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    sizes, strides = (", ".join(map(str, numbers)) for numbers in (value.shape, value.stride()))
-    return f"{value.dtype} on {value.device} of sizes ({sizes}) and strides ({strides})"
 
 
 def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
@@ -132,32 +104,12 @@ def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[i
     return forward, backward
 
 
-def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
-    """Returns the tensors that cross to the backward: saved values, each in its form, and inputs that it reads.
-
-    A stored value crosses beside its form if the backward frees it.
-    """
-    stored = stored_values(capture.joint)
-    holders = [stored.get(v) or capture.value_nodes[v] for v in schedule.saved(capture.graph)]
-    holders += [capture.value_nodes[stay.value] for stay in schedule.stays if stay.free >= len(schedule.forward)]
-    inputs = [
-        n
-        for n in capture.joint.graph.find_nodes(op="placeholder")
-        if joint_graphs.is_forward_input(n) and isinstance(n.meta.get("val"), torch.Tensor)
-    ]
-    saved = [*inputs, *(h for h in holders if h is not None)]
-    without_check = "saved_tensor_with_no_vc_check"
-    for node in saved:
-        if any(user.meta.get(without_check) and capture.aliases.get(user) == capture.aliases.get(node) for user in node.users):
-            node.meta[without_check] = True
-    return saved
-
-
 def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> joint_graphs.PartitionedModules:
     """Returns the (forward, backward) modules of ``capture.joint``, which :func:`insert_recomputation` has rewritten.
 
-    Saved values cross to the backward as *bases*, from which the backward derives views again. Symbolic numbers that the
-    forward computes cross beside the tensors. Torch's own extraction finds what the backward reads, in AOTAutograd's sequence.
+    Saved values cross to the backward as *bases*, each in its form, from which the backward derives views again. A stored value
+    crosses beside its form if the backward frees it. Symbolic numbers that the forward computes cross beside the tensors.
+    Torch's own extraction finds what the backward reads, in AOTAutograd's sequence.
     ``static_inputs`` are the positions of forward inputs with the same address in every step (parameters and buffers).
     """
     forward_ops, must_run = capture.graph.ops[: capture.graph.num_forward], frozenset(capture.graph.must_run)
@@ -183,8 +135,14 @@ def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) 
         elif joint_graphs.is_opaque(node) and (node.op == "placeholder" or node in forward_nodes):
             opaque.append(node)
     inputs = [n for n in capture.joint.graph.find_nodes(op="placeholder") if joint_graphs.is_forward_input(n)]
+    stored, nodes = stored_values(capture.joint), capture.value_nodes
+    holders = [stored.get(v) or nodes[v] for v in schedule.saved(capture.graph)]
+    holders += [nodes[stay.value] for stay in schedule.stays if stay.free >= len(schedule.forward)]
+    saved = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)] + [h for h in holders if h is not None]
+    without_check = "saved_tensor_with_no_vc_check"
+    for node in saved:
+        if any(user.meta.get(without_check) and capture.aliases.get(user) == capture.aliases.get(node) for user in node.users):
+            node.meta[without_check] = True
     static = [n for i, n in enumerate(inputs) if i in set(static_inputs)]
-    forward, backward = joint_graphs.extract_modules(
-        capture.joint, saved_nodes(capture, schedule), symbols, opaque, capture.num_fwd_outputs, static
-    )
+    forward, backward = joint_graphs.extract_modules(capture.joint, saved, symbols, opaque, capture.num_fwd_outputs, static)
     return joint_graphs.finish_module(forward, False), joint_graphs.finish_module(backward, True)

@@ -23,7 +23,7 @@ from autoremat.capture.builder import Alias
 from autoremat.capture.capture import Capture
 from autoremat.ops import op_traits
 from autoremat.passes.insert_transfers import Loads
-from autoremat.planner.graph.op import COMMUNICATES, Role
+from autoremat.planner.graph.op import COMMUNICATES
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.torch_private.inductor_lowering import BUFFER
 
@@ -47,30 +47,19 @@ class _Inserter:
         return self.capture.joint.graph
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """Returns the node to read in place of ``node``: ``node`` itself, unless its value has been recomputed."""
-        value: Alias = self.capture.aliases.get(node)
-        if not isinstance(value, int) or self.capture.graph.values[value].role is not Role.COMPUTED:
-            return self.resolve_several(node)
-        holder = self.newest.get(value)
+        """Returns the node to read in place of ``node``: ``node`` itself, unless what it holds or views was made anew."""
+        alias: Alias = self.capture.aliases.get(node)
+        if isinstance(alias, tuple) and node in self.calls:
+            return node
+        values = alias if isinstance(alias, tuple) else (alias,)  # a view may have several results, such as a split
+        holder = next((self.newest[v] for v in values if isinstance(v, int) and v in self.newest), None)
         if holder is None:
             return node
-        if self.capture.value_nodes[value] is node:
+        if isinstance(alias, int) and self.capture.value_nodes[alias] is node:
             return holder
-        return self.clone_helper(node, holder)
-
-    def resolve_several(self, node: fx.Node) -> fx.Node:
-        """The node may be a view with several results, such as a split, which is cloned if its base has been recomputed."""
-        alias = self.capture.aliases.get(node)
-        if not isinstance(alias, tuple) or node in self.calls:
-            return node
-        copies = [self.newest[v] for v in alias if isinstance(v, int) and v in self.newest]
-        return self.clone_helper(node, copies[0]) if copies else node
-
-    def clone_helper(self, node: fx.Node, holder: fx.Node) -> fx.Node:
-        key = (node, holder)
-        if key not in self.helpers:
-            self.helpers[key] = self.clone(node)
-        return self.helpers[key]
+        if (node, holder) not in self.helpers:
+            self.helpers[node, holder] = self.clone(node)
+        return self.helpers[node, holder]
 
     def clone(self, node: fx.Node, operand: Callable[[fx.Node], fx.Node] | None = None) -> fx.Node:
         """Clones ``node`` at the cursor for the backward. ``operand`` returns what to read, by default the newest holder."""

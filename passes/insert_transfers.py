@@ -9,34 +9,157 @@ Before, a saved value crosses from the forward into the backward as it is. After
 
 A store may also end in the backward. Then `tanh_to_host` crosses, and `tanh` beside it until the wait.
 
-:mod:`autoremat.passes.forms` has the nodes of each form. The loads are inserted along with the recomputation, because
-recomputed ops read them too.
+The loads are inserted along with the recomputation, because recomputed ops read them too.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from torch import fx
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture
-from autoremat.passes.building import Builder
-from autoremat.passes.forms import BACKWARD, FORMS, FORWARD, FormNodes
-from autoremat.planner.graph.op import Form
+from autoremat.capture.forms import GATHERED_OVER
+from autoremat.host_memory import ops
+from autoremat.passes.building import make
+from autoremat.planner.graph.op import BITS, HOST, SHARDS, Form
 from autoremat.planner.graph.schedule import Schedule, Stay
+from autoremat.torch_private import process_groups
+from autoremat.torch_private.inductor_lowering import OP
 
 STORED = "autoremat_stored_value"
 """Key of ``node.meta`` for the number of the value that the node keeps in its form from the forward to the backward."""
+
+FORWARD, BACKWARD = "must_be_in_forward", "must_be_in_backward"
+
+aten, prims, collectives = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
+
+
+class FormNodes:
+    """Creates the nodes of a form at the insertion point of the graph: ``begin_store`` and ``begin_load``, and here their ends.
+
+    ``holder`` is the node that holds the value.
+    """
+
+    def end_store(self, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
+        """Returns the node that keeps the value, once the store is complete. ``half`` is where it ends."""
+        return begun
+
+    def end_load(self, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
+        """Returns the node that the backward reads, once the load is complete."""
+        return begun
+
+
+class OnHost(FormNodes):
+    """A copy in the host's memory. See :mod:`autoremat.host_memory.ops`."""
+
+    def begin_store(self, holder: fx.Node, form: Form) -> fx.Node:
+        return _call(holder, FORWARD, "to_host", ops.copy_to_host, holder, form.host_bytes)
+
+    def end_store(self, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
+        return _call(holder, half, "on_host", ops.wait_for_copy_to_host, begun, holder)
+
+    def begin_load(self, holder: fx.Node, stored: fx.Node) -> fx.Node:
+        device = holder.meta["val"].device
+        return _call(holder, BACKWARD, "from_host", ops.copy_from_host, stored, device)
+
+    def end_load(self, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
+        return _call(holder, BACKWARD, "loaded", ops.wait_for_copy_from_host, begun, stored)
+
+
+class AsBits(FormNodes):
+    """Eight booleans in each byte, in the sequence of the value's memory. The calls that pack and unpack are like others."""
+
+    def begin_store(self, holder: fx.Node, form: Form) -> fx.Node:
+        call, size = partial(_call, holder, FORWARD, "bits"), _size(holder, form)
+        flat = _flattened(call, holder)
+        bytes_ = call(prims.convert_element_type.default, flat, torch.uint8)
+        rows = call(aten.view.default, call(aten.constant_pad_nd.default, bytes_, [0, -size % 8]), [-1, 8])
+        shifted = call(aten.bitwise_left_shift.Tensor, rows, _positions(call, holder))
+        return call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8)  # any other type is that of a copy
+
+    def begin_load(self, holder: fx.Node, stored: fx.Node) -> fx.Node:
+        call, value = partial(_call, holder, BACKWARD, "loaded"), holder.meta["val"]
+        rows = call(aten.bitwise_right_shift.Tensor, call(aten.unsqueeze.default, stored, 1), _positions(call, holder))
+        flat = call(aten.view.default, call(aten.bitwise_and.Scalar, rows, 1), [-1])
+        bits = call(prims.convert_element_type.default, call(aten.slice.Tensor, flat, 0, 0, value.numel()), torch.bool)
+        return _unflattened(call, bits, holder)
+
+
+class AsShards(FormNodes):
+    """This rank's part of the value's memory, in the sequence of the ranks of a group. They gather the parts together."""
+
+    def begin_store(self, holder: fx.Node, form: Form) -> fx.Node:
+        call, size = partial(_call, holder, FORWARD, "shard"), _size(holder, form)
+        part = size // len(form.ranks)
+        before = part * process_groups.position_in(holder.meta[GATHERED_OVER])
+        # Inductor would take the copy of a slice for a part of the whole, which then stays live. It crops by a copy.
+        return call(aten.constant_pad_nd.default, _flattened(call, holder), [-before, before + part - size])
+
+    def begin_load(self, holder: fx.Node, stored: fx.Node) -> fx.Node:
+        ranks = holder.meta["val"].numel() // stored.meta["val"].numel()
+        gather, group = collectives.all_gather_into_tensor.default, holder.meta[GATHERED_OVER]
+        return _call(holder, BACKWARD, "gathered", gather, stored, ranks, group)
+
+    def end_load(self, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
+        call = partial(_call, holder, BACKWARD, "loaded")
+        return _unflattened(call, call(collectives.wait_tensor.default, begun), holder)
+
+
+def _size(holder: fx.Node, form: Form) -> int:
+    size = holder.meta["val"].numel()
+    if not isinstance(size, int):
+        raise PlanInvalid(f"{holder.name} has no form {form.name!r} that a graph can carry out: its size is symbolic")
+    return size
+
+
+def _flattened(call: Callable[..., fx.Node], holder: fx.Node) -> fx.Node:
+    """Returns a node with the elements of a node's tensor in the sequence of its memory."""
+    outermost_first = call(aten.permute.default, holder, _outermost_first(holder))
+    return call(aten.reshape.default, outermost_first, [holder.meta["val"].numel()])
+
+
+def _unflattened(call: Callable[..., fx.Node], flat: fx.Node, holder: fx.Node) -> fx.Node:
+    """Returns a node with the sizes and the strides of a node's tensor, for its elements in the sequence of its memory."""
+    order = _outermost_first(holder)
+    dense = call(aten.view.default, flat, [holder.meta["val"].size(dimension) for dimension in order])
+    return call(aten.permute.default, dense, [order.index(dimension) for dimension in range(len(order))])
+
+
+def _outermost_first(holder: fx.Node) -> list[int]:
+    value = holder.meta["val"]
+    return sorted(range(value.dim()), key=lambda dimension: -int(value.stride(dimension)))
+
+
+def _positions(call: Callable[..., fx.Node], holder: fx.Node) -> fx.Node:
+    device = holder.meta["val"].device
+    return call(prims.iota.default, 8, start=0, step=1, dtype=torch.uint8, device=device, requires_grad=False)
+
+
+def _call(holder: fx.Node, half: str, suffix: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+    node = make(holder, target, arguments, keywords, suffix)
+    for of_the_holder in (OP, "recompute", "saved_tensor_with_no_vc_check"):
+        node.meta.pop(of_the_holder, None)
+    node.meta["partitioner_tag"] = half
+    return node
+
+
+FORMS: Mapping[str, OnHost | AsBits | AsShards] = {HOST: OnHost(), BITS: AsBits(), SHARDS: AsShards()}
+"""The nodes of each form, by its name."""
 
 
 @dataclass(frozen=True)
 class _Transfers:
     stay: Stay
     form: Form
-    nodes: FormNodes
+    nodes: OnHost | AsBits | AsShards
     holder: fx.Node
     """The node that holds the value in the forward."""
 
@@ -45,10 +168,9 @@ def _transfers(capture: Capture, schedule: Schedule) -> list[_Transfers]:
     found: list[_Transfers] = []
     for stay in schedule.stays:
         value, holder = capture.graph.values[stay.value], capture.value_nodes[stay.value]
-        form = next(form for form in value.forms if form.name == stay.form)
         if holder is None or stay.form not in FORMS:
             raise PlanInvalid(f"{value.name} has no form {stay.form!r} that a graph can carry out: it may have {sorted(FORMS)}")
-        found.append(_Transfers(stay, form, FORMS[stay.form], holder))
+        found.append(_Transfers(stay, value.form(stay.form), FORMS[stay.form], holder))
     return found
 
 
@@ -71,11 +193,10 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
         call, value = capture.op_nodes[schedule.forward[position]], one.stay.value
         latest = max(latest, place[one.holder], *(place[node] for node in (call, *communication.waits_for(call))))
         with joint.graph.inserting_before(order[latest + 1]):
-            builder = Builder.beside(one.holder)
             if is_end:
-                begun[value] = one.nodes.end_store(builder, one.holder, begun[value], FORWARD)
+                begun[value] = one.nodes.end_store(one.holder, begun[value], FORWARD)
             else:
-                begun[value] = one.nodes.begin_store(builder, one.holder, one.form)
+                begun[value] = one.nodes.begin_store(one.holder, one.form)
     for value, node in begun.items():
         node.meta[STORED] = value
     return len(transfers)
@@ -119,16 +240,14 @@ class Loads:
         with cursor.graph.inserting_before(cursor):
             for one in self.transfers:
                 if self.border <= one.stay.free == position - 1:
-                    value, builder = one.stay.value, Builder.beside(one.holder)
-                    self.stored[value] = one.nodes.end_store(builder, one.holder, self.stored[value], BACKWARD)
+                    self.stored[one.stay.value] = one.nodes.end_store(one.holder, self.stored[one.stay.value], BACKWARD)
             for one in self.transfers:
                 if one.stay.load == position:
-                    value, builder = one.stay.value, Builder.beside(one.holder)
-                    self.begun[value] = one.nodes.begin_load(builder, one.holder, self.stored[value])
+                    self.begun[one.stay.value] = one.nodes.begin_load(one.holder, self.stored[one.stay.value])
             for one in self.transfers:
                 if one.stay.need == position:
-                    value, builder = one.stay.value, Builder.beside(one.holder)
-                    complete[value] = one.nodes.end_load(builder, one.holder, self.begun[value], self.stored[value])
+                    value = one.stay.value
+                    complete[value] = one.nodes.end_load(one.holder, self.begun[value], self.stored[value])
         return complete
 
 

@@ -21,11 +21,13 @@ are a minimum cut: one side holds the products that widen rows, the other side h
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import networkx
 import numpy as np
 import torch
 from ortools.graph.python import max_flow
@@ -63,31 +65,25 @@ def _stretches(graph: fx.Graph, left_out: fx.Node | None) -> list[Region]:
     for count in sorted({shape_of(node)[0] for node in widening}, reverse=True):
         taken = {node for region in found for node in region.steps}
         seeds = [node for node in widening if shape_of(node)[0] == count and node not in taken]
-        by_rows = _row_by_row(graph, count, taken | ({left_out} if left_out is not None else set()))
+        free = (node for node in graph.nodes if node.op == "call_function" and node not in taken and node is not left_out)
+        by_rows = _region_of((node for node in free if COMPARED not in node.meta), count)  # a tile would run those again
         seeds = [node for node in seeds if node in by_rows.steps]
         found += _Cutting(by_rows, stages_of(graph, by_rows)).stretches(seeds) if seeds and count > 1 else []
     return found
 
 
-def _row_by_row(graph: fx.Graph, count: int, excluded: set[fx.Node]) -> Region:
+def _region_of(nodes: Iterable[fx.Node], count: int) -> Region:
+    """Returns the region of those of ``nodes`` that compute ``count`` rows one by one."""
     region = Region(count)
-    for node in graph.nodes:
-        if node.op == "call_function" and node not in excluded and COMPARED not in node.meta:  # a tile would run it again
-            try:
-                region.steps[node] = step_of(node, region, _lead(node, count))
-            except ChunkingUnsupported:
-                continue
+    for node in nodes:
+        value = node.meta.get("val")
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        rows = None
+        if isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape):
+            rows = row_dimensions(value.shape, count)
+        with contextlib.suppress(ChunkingUnsupported):
+            region.steps[node] = step_of(node, region, None if rows is None else rows.lead)
     return region
-
-
-def _lead(node: fx.Node, count: int) -> int | None:
-    """Returns the number of row dimensions of the node's result, or of the first one in a tuple; None if it has none."""
-    value = node.meta.get("val")
-    value = value[0] if isinstance(value, (list, tuple)) and value else value
-    if not isinstance(value, torch.Tensor) or not all(type(size) is int for size in value.shape):
-        return None
-    rows = row_dimensions(value.shape, count)
-    return None if rows is None else rows.lead
 
 
 def _bytes(node: fx.Node) -> int:
@@ -154,35 +150,17 @@ class _Cutting:
 
     def parts(self, inside: set[fx.Node], seeds: Iterable[fx.Node]) -> list[list[fx.Node]]:
         """Returns the parts of ``inside`` that uncut values connect and that hold a seed, each in the sequence of the graph."""
-        joined: dict[fx.Node, list[fx.Node]] = {node: [] for node in inside}
+        joined = networkx.Graph()
+        joined.add_nodes_from(inside)
         for value in inside:
             if self.by_rows.holds(value) and not self.is_cut(value, inside):
-                for reader in self.readers[value]:
-                    if reader in inside:
-                        joined[value].append(reader)
-                        joined[reader].append(value)
-        found: list[list[fx.Node]] = []
-        seen: set[fx.Node] = set()
-        for seed in seeds:
-            if seed in seen:
-                continue
-            reached, stack = {seed}, [seed]
-            while stack:
-                further = [n for n in joined[stack.pop()] if n not in reached]
-                reached.update(further)
-                stack += further
-            seen |= reached
-            found.append([node for node in self.by_rows.steps if node in reached])
-        return found
+                joined.add_edges_from((value, reader) for reader in self.readers[value] if reader in inside)
+        parts = dict.fromkeys(frozenset(networkx.node_connected_component(joined, seed)) for seed in seeds)
+        return [[node for node in self.by_rows.steps if node in part] for part in parts]
 
     def region(self, nodes: list[fx.Node]) -> Region | None:
         """Returns the region of ``nodes``; None if it would make more bytes whole than it keeps in parts."""
-        region = Region(self.by_rows.count)
-        for node in nodes:
-            try:
-                region.steps[node] = step_of(node, region, _lead(node, region.count))
-            except ChunkingUnsupported:
-                continue
+        region = _region_of(nodes, self.by_rows.count)
         inside = set(region.steps)
         values = [value for value, readers in self.readers.items() if value in inside or not inside.isdisjoint(readers)]
         cut = {value for value in values if self.is_cut(value, inside)}

@@ -16,7 +16,6 @@ from hypothesis import is_hypothesis_test, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from autoremat.basics import environment
-from autoremat.basics.environment import VERIFY_PASSES
 from autoremat.options.options import configure
 from autoremat.report import registry
 
@@ -106,7 +105,6 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         patch.setenv(environment.COST_MODEL, "roofline")
         patch.setenv(environment.PROGRESS, "0")  # its own tests switch it on
-        patch.setenv(VERIFY_PASSES, "1")
         yield
 
 
@@ -122,6 +120,15 @@ def seed() -> Iterator[int]:
         sys.modules["torch._dynamo"].reset()
     if "autoremat.compiler.overlap_warning" in sys.modules:
         sys.modules["autoremat.compiler.overlap_warning"].reset()
+
+
+@pytest.fixture(autouse=True)
+def contract_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares what passes must preserve, where they are loaded."""
+    if "autoremat.passes" in sys.modules:
+        from pass_contract import run_and_compare
+
+        monkeypatch.setattr(sys.modules["autoremat.passes"], "_run", run_and_compare)
 
 
 @pytest.fixture(autouse=True)

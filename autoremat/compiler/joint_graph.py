@@ -23,7 +23,7 @@ from autoremat.compiler.problem import Problem
 from autoremat.measure.links import host_link_of
 from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
-from autoremat.passes.forms import FORMS
+from autoremat.passes.insert_transfers import FORMS
 from autoremat.planner.constraints.constraints import without_saved_copies
 from autoremat.planner.cost.links import Links, assumed_host_link
 from autoremat.planner.graph.graph import Graph

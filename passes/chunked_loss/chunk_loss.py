@@ -26,7 +26,7 @@ from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
 from autoremat.passes.rows.row_partition import WIDENS, Region, Rows, described, has_dynamic_sizes, shape_of, size_hints, widens
-from autoremat.passes.rows.row_rules import SWAPS, VIEWS, projection_step, step_of
+from autoremat.passes.rows.row_rules import SWAPS, VIEWS, step_of
 from autoremat.passes.rows.run_by_parts import PART, run_by_parts
 from autoremat.torch_private import joint_graphs
 
@@ -158,7 +158,8 @@ class _Finder:
 
     def explore(self, wanted: dict[fx.Node, int]) -> Region:
         """Returns the region downstream of the projection and of ``wanted``: wide nodes with their number of row dimensions."""
-        region = Region(shape_of(self.projection)[0], {self.projection: projection_step(self.projection)})
+        region = Region(shape_of(self.projection)[0])
+        region.steps[self.projection] = step_of(self.projection, region, 1)
         for node in self.graph.nodes:
             held = [n for n in node.all_input_nodes if region.holds(n)]
             if node in wanted:

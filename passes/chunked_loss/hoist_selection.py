@@ -23,9 +23,9 @@ import torch
 from torch import fx
 
 from autoremat.ops import op_traits
-from autoremat.passes.building import Builder
+from autoremat.passes.building import make
 from autoremat.passes.rows.row_partition import shape_of
-from autoremat.passes.rows.row_rules import POINTWISE, VIEWS
+from autoremat.passes.rows.row_rules import ALONG, POINTWISE, VIEWS
 from autoremat.planner.graph.op import SEQUENTIAL
 from autoremat.torch_private import joint_graphs
 
@@ -34,11 +34,10 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 PADDINGS = (aten.slice_backward.default, aten.slice_scatter.default)
 CONVERSIONS = (aten._to_copy, torch.ops.prims.convert_element_type)
 
-SOFTMAXES = (aten._log_softmax, aten._softmax)
-"""Ops along the last dimension that are called as (operand, dimension, ...)."""
-
 SOFTMAX_GRADIENTS = (aten._log_softmax_backward_data, aten._softmax_backward_data)
-"""Gradients along the last dimension that are called as (gradient, result, dimension, ...)."""
+
+ALONG_LAST = {name: ALONG[name] for name in (aten._log_softmax, aten._softmax, *SOFTMAX_GRADIENTS)}
+"""Ops along the last dimension, and the position of that dimension among the arguments."""
 
 ZEROS_OF_ZEROS = (*CONVERSIONS, *SOFTMAX_GRADIENTS, aten.mul, aten.div, aten.neg, aten.clone, aten.tanh_backward)
 """Ops that make zeros where their first operand is zero."""
@@ -92,8 +91,8 @@ def _is_row_by_row(node: fx.Node) -> bool:
     name = op_traits.packet(node)
     if node.op != "call_function" or not _is_static(node, *node.all_input_nodes):
         return False
-    if name in SOFTMAXES or name in SOFTMAX_GRADIENTS:
-        return node.args[1 if name in SOFTMAXES else 2] in (-1, len(shape_of(node)) - 1)
+    if name in ALONG_LAST:
+        return node.args[ALONG_LAST[name]] in (-1, len(shape_of(node)) - 1)
     return (name in POINTWISE or op_traits.is_pointwise(node)) and not op_traits.traits_of(node) & SEQUENTIAL
 
 
@@ -147,7 +146,6 @@ class _Hoist:
 
     def selected(self, source: fx.Node, place: tuple[int, int, int, int], shape: tuple[int, ...]) -> fx.Node | None:
         """Returns the rows at ``place`` of ``source``, computed from rows of its operands; None if it is no such op."""
-        build = Builder.beside(source)
         if _is_row_by_row(source):
             return self.repeat(source, source.args, lambda operand: self.rows_of(operand, place, source))
         base: Any = source.args[0]
@@ -157,24 +155,24 @@ class _Hoist:
             *bias, rows, weight = base.args
             if any(len(shape_of(one)) != 1 for one in bias):
                 return None
-            apart = build.make(source, aten.view.default, (rows, [*shape_of(source)[:-1], shape_of(rows)[-1]]))
-            taken = build.make(source, aten.slice.Tensor, (apart, *place))
-            flat = build.make(source, aten.view.default, (taken, [math.prod(shape[:-1]), shape_of(rows)[-1]]))
-            return build.make(source, aten.view.default, (build.make(base, base.target, (*bias, flat, weight)), list(shape)))
+            apart = make(source, aten.view.default, (rows, [*shape_of(source)[:-1], shape_of(rows)[-1]]))
+            taken = make(source, aten.slice.Tensor, (apart, *place))
+            flat = make(source, aten.view.default, (taken, [math.prod(shape[:-1]), shape_of(rows)[-1]]))
+            return make(source, aten.view.default, (make(base, base.target, (*bias, flat, weight)), list(shape)))
         if base.op == "call_function" and _is_row_by_row(base):  # the view moves up first, then the selection
             whole = self.repeat(base, base.args, lambda operand: self.viewed(operand, base, source))
-            return None if whole is None else build.make(source, aten.slice.Tensor, (whole, *place))
+            return None if whole is None else make(source, aten.slice.Tensor, (whole, *place))
         return None
 
     def rows_of(self, operand: fx.Node, place: tuple[int, int, int, int], like: fx.Node) -> fx.Node | None:
         """Returns the rows at ``place`` of an operand of ``like``; an operand that all rows share as it is."""
         shape, whole = shape_of(operand), shape_of(like)
         if shape == whole:
-            return Builder.beside(like).make(like, aten.slice.Tensor, (operand, *place))
+            return make(like, aten.slice.Tensor, (operand, *place))
         missing = len(whole) - len(shape)
         if place[0] < missing or shape[place[0] - missing] == 1:
             return operand
-        return Builder.beside(like).make(like, aten.slice.Tensor, (operand, place[0] - missing, *place[1:]))
+        return make(like, aten.slice.Tensor, (operand, place[0] - missing, *place[1:]))
 
     @staticmethod
     def viewed(operand: fx.Node, like: fx.Node, view: fx.Node) -> fx.Node | None:
@@ -187,7 +185,7 @@ class _Hoist:
         for known in operand.users:
             if _keeps_rows(known) and shape_of(known)[:-1] == rows and not joint_graphs.is_traced_in_backward(known):
                 return known
-        return Builder.beside(like).make(like, aten.view.default, (operand, [*rows, shape[-1]]))
+        return make(like, aten.view.default, (operand, [*rows, shape[-1]]))
 
     @staticmethod
     def repeat(node: fx.Node, args: Any, change: Callable[[fx.Node], fx.Node | None]) -> fx.Node | None:
@@ -196,10 +194,9 @@ class _Hoist:
         if None in changed.values():
             return None
         args, kwargs = fx.map_arg((args, node.kwargs), lambda operand: changed[operand])
-        if op_traits.packet(node) in (*SOFTMAXES, *SOFTMAX_GRADIENTS):
-            place = 1 if op_traits.packet(node) in SOFTMAXES else 2
+        if (place := ALONG_LAST.get(op_traits.packet(node), 0)) > 0:
             args = (*args[:place], -1, *args[place + 1 :])
-        return Builder.beside(node).make(node, node.target, args, dict(kwargs))
+        return make(node, node.target, args, dict(kwargs))
 
     # -- paddings -----------------------------------------------------------------------------------------------------------
 
@@ -218,7 +215,7 @@ class _Hoist:
             if op_traits.packet(reader) in (aten.add, aten.sub) and len(reader.args) == 2 and not reader.kwargs:
                 terms = [n for n in reader.args if isinstance(n, fx.Node) and _is_padding(n)]
                 if len(terms) == 2 and len({_place(n, 2, shape_of(n)) for n in terms}) == 1:
-                    made = Builder.beside(reader).make(reader, reader.target, tuple(map(_padded, terms)))
+                    made = make(reader, reader.target, tuple(map(_padded, terms)))
             elif _keeps_zeros(reader, padding):
                 made = self.repeat(reader, reader.args, lambda n: gradient if n is padding else self.rows_of(n, place, reader))
             if made is not None:
@@ -231,7 +228,7 @@ class _Hoist:
                 made = self.repeat(reader, reader.args, lambda n: padding if n is view else self.viewed(n, reader, padding))
                 if made is None:
                     return False
-                made = Builder.beside(reader).make(reader, aten.view.default, (made, list(shape_of(reader))))
+                made = make(reader, aten.view.default, (made, list(shape_of(reader))))
             elif len(shape_of(view)) == 2 and _is_understood(reader, view):
                 made = self.multiplied(padding, view, reader)
             else:
@@ -242,33 +239,33 @@ class _Hoist:
 
     def multiplied(self, padding: fx.Node, view: fx.Node, reader: fx.Node) -> fx.Node | None:
         """Returns what replaces ``reader``, a product with padded rows or a sum of them. None if its readers are replaced."""
-        build, gradient, name = Builder.beside(reader), _padded(padding), op_traits.packet(reader)
-        flat = build.make(reader, aten.view.default, (gradient, [math.prod(shape_of(gradient)[:-1]), shape_of(view)[-1]]))
+        gradient, name = _padded(padding), op_traits.packet(reader)
+        flat = make(reader, aten.view.default, (gradient, [math.prod(shape_of(gradient)[:-1]), shape_of(view)[-1]]))
         if name is aten.mm:
-            rows = build.make(reader, reader.target, (flat, reader.args[1]))
-            apart = build.make(reader, aten.view.default, (rows, [*shape_of(gradient)[:-1], shape_of(rows)[-1]]))
+            rows = make(reader, reader.target, (flat, reader.args[1]))
+            apart = make(reader, aten.view.default, (rows, [*shape_of(gradient)[:-1], shape_of(rows)[-1]]))
             padded = self.pad(apart, padding, reader)
-            return build.make(reader, aten.view.default, (padded, list(shape_of(reader))))
-        made = build.make(reader, reader.target, (flat, *reader.args[1:]))
+            return make(reader, aten.view.default, (padded, list(shape_of(reader))))
+        made = make(reader, reader.target, (flat, *reader.args[1:]))
         if name is aten.sum:
             return made
         for product in list(reader.users):
             with self.graph.inserting_before(product):
                 added, whole = product.args[:-2], product.args[-1]
-                apart = build.make(product, aten.view.default, (whole, [*shape_of(padding)[:-1], shape_of(whole)[-1]]))
-                taken = build.make(product, aten.slice.Tensor, (apart, *_place(padding, 2, shape_of(padding))))
-                used = build.make(product, aten.view.default, (taken, [shape_of(flat)[0], shape_of(whole)[-1]]))
-                product.replace_all_uses_with(build.make(product, product.target, (*added, made, used)))
+                apart = make(product, aten.view.default, (whole, [*shape_of(padding)[:-1], shape_of(whole)[-1]]))
+                taken = make(product, aten.slice.Tensor, (apart, *_place(padding, 2, shape_of(padding))))
+                used = make(product, aten.view.default, (taken, [shape_of(flat)[0], shape_of(whole)[-1]]))
+                product.replace_all_uses_with(make(product, product.target, (*added, made, used)))
         return None
 
     @staticmethod
     def pad(rows: fx.Node, padding: fx.Node, like: fx.Node) -> fx.Node:
-        build, shape = Builder.beside(like), [*shape_of(padding)[:-1], shape_of(rows)[-1]]
+        shape = [*shape_of(padding)[:-1], shape_of(rows)[-1]]
         if padding.target is PADDINGS[0]:
-            return build.make(like, padding.target, (rows, shape, *padding.args[2:]))
+            return make(like, padding.target, (rows, shape, *padding.args[2:]))
         zeros: Any = padding.args[0]
-        full = build.make(like, zeros.target, (shape, 0), {**zeros.kwargs, "dtype": rows.meta["val"].dtype})
-        return build.make(like, padding.target, (full, rows, *padding.args[2:]))
+        full = make(like, zeros.target, (shape, 0), {**zeros.kwargs, "dtype": rows.meta["val"].dtype})
+        return make(like, padding.target, (full, rows, *padding.args[2:]))
 
 
 def _is_understood(reader: fx.Node, gradient: fx.Node) -> bool:

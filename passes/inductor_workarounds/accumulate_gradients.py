@@ -23,8 +23,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from autoremat.ops.op_traits import is_view
+from autoremat.passes.rows.row_partition import size_hints
 from autoremat.torch_private import higher_order
-from autoremat.torch_private.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
 
@@ -88,10 +89,8 @@ def _launches_between(early: fx.Node, late: fx.Node) -> bool:
     """Returns True if a call other than a view or tuple unpacking stands between the two nodes."""
     node = early.next
     while node is not late and node.op != "root":
-        target = node.target
-        if node.op == "call_function" and target is not operator.getitem:
-            if not (isinstance(target, torch._ops.OpOverload) and any(r.alias_info for r in target._schema.returns)):
-                return True
+        if node.op == "call_function" and node.target is not operator.getitem and not is_view(node):
+            return True
         node = node.next
     return False
 
@@ -102,26 +101,19 @@ def _accumulates_on_zeros(node: fx.Node) -> bool:
     base = node.args[0]
     if not isinstance(base, fx.Node) or base.target not in ZEROS or (base.target is aten.full.default and base.args[1] != 0):
         return False
-    if node.target is aten._unsafe_masked_index_put_accumulate.default:
-        return True
-    return len(node.args) > 3 and node.args[3] is True
-
-
-def _val(node: fx.Node) -> torch.Tensor | None:
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
+    return node.target is aten._unsafe_masked_index_put_accumulate.default or node.args[3:4] == (True,)
 
 
 def _same_type(node: fx.Node, other: fx.Node) -> bool:
-    first, second = _val(node), _val(other)
-    return first is not None and second is not None and (first.dtype, first.device) == (second.dtype, second.device)
+    first, second = node.meta.get("val"), other.meta.get("val")
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return (first.dtype, first.device) == (second.dtype, second.device)
 
 
 def _same_shape(node: fx.Node, other: fx.Node) -> bool:
-    first, second = _val(node), _val(other)
-    if first is None or second is None:
-        return False
-    return [size_hint(n) for n in first.shape] == [size_hint(n) for n in second.shape]  # comparing symbols adds guards
+    """Compares present sizes, because comparing symbols adds guards."""
+    return size_hints(node) == size_hints(other)
 
 
 # -- reads that would keep tensors for the backward, or keep ops from running again, although the result needs neither -------
@@ -146,8 +138,6 @@ def forward_region_operands(joint: fx.GraphModule) -> int:
                 replaced += 1
     return replaced
 
-
-aten = torch.ops.aten
 
 AVERAGES = slice(3, 5)
 """Positions of the running averages among the arguments."""

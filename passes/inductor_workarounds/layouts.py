@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoremat.ops.op_traits import MATERIALIZED, facts, is_view, kind_of, packet
-from autoremat.passes.building import Builder
+from autoremat.passes.building import make
 from autoremat.planner.graph.op import Kind
 from autoremat.torch_private import compilers
 from autoremat.torch_private.layouts import LAYOUT_COPY
@@ -48,20 +48,16 @@ def state_layout_copies(joint: fx.GraphModule) -> int:
         for position in OPERANDS.get(node.target, ()):
             operand = node.args[position]
             if node.target is aten.convolution.default and operand not in copies and _is_copied(operand):
-                copies[operand] = _copy_before(node, operand)
+                with joint.graph.inserting_before(node):
+                    layout = {"memory_format": torch.channels_last}
+                    copy = make(node, aten.clone.default, (operand,), layout, operand.name)
+                copy.meta[LAYOUT_COPY] = True
+                for key in ("recompute", "original_aten"):  # what is ordered for the convolution is not for the copy
+                    copy.meta.pop(key, None)
+                copies[operand] = copy
             if operand in copies:
                 node.update_arg(position, copies[operand])
     return len(copies)
-
-
-def _copy_before(convolution: fx.Node, operand: fx.Node) -> fx.Node:
-    with convolution.graph.inserting_before(convolution):
-        layout = {"memory_format": torch.channels_last}
-        copy = Builder.beside(operand).make(convolution, aten.clone.default, (operand,), layout, operand.name)
-    copy.meta[LAYOUT_COPY] = True
-    for key in ("recompute", "original_aten"):  # what the model or the options order for the convolution is not for the copy
-        copy.meta.pop(key, None)
-    return copy
 
 
 def _is_copied(operand: Any) -> bool:
@@ -69,8 +65,7 @@ def _is_copied(operand: Any) -> bool:
     if not isinstance(traced, torch.Tensor) or traced.layout != torch.strided or traced.dim() != 4:
         return False
     # Hints are compared, because comparisons of symbolic numbers would add guards.
-    pairs = [(size_hint(traced.shape[dim]), size_hint(traced.stride()[dim])) for dim in CHANNELS_LAST]
-    strides = [stride for size, stride in pairs if size > 1]
+    strides = [size_hint(traced.stride()[dim]) for dim in CHANNELS_LAST if size_hint(traced.shape[dim]) > 1]
     return strides != sorted(strides, reverse=True)
 
 
@@ -86,40 +81,30 @@ def preserve_strides(backward: fx.GraphModule) -> int:
     """
     inserted = 0
     for node in [n for n in backward.graph.nodes if facts(n).by_strides]:
-        read = node.args[0]
-        whole = _storage_of(read) if packet(node) is aten.as_strided else read
-        laid = _laid_as_traced(backward.graph, node, whole)
-        if laid is not None and whole is not read:
+        read = whole = node.args[0]
+        if packet(node) is aten.as_strided:  # which reads the storage of its operand
+            while whole.op == "call_function" and is_view(whole) and isinstance(whole.args[0], fx.Node):
+                whole = whole.args[0]
+        if whole.op != "call_function":
+            continue  # the forward saves it, in the layout with which it was traced
+        traced = whole.meta["val"]
+        with backward.graph.inserting_before(node):
+            if traced.is_contiguous():
+                laid = backward.graph.call_function(aten.clone.default, (whole,), {"memory_format": torch.contiguous_format})
+            elif all(isinstance(step, int) for step in traced.stride()):
+                laid = backward.graph.call_function(compilers.force_stride_order(), (whole, list(traced.stride())))
+            else:
+                continue
+        laid.meta = {"val": traced}
+        if whole is read:
+            node.args = (laid, *node.args[1:])
+        else:
             # The view's offset in its storage is implicit, but the copy contains the whole storage.
             size, stride, *offset = node.args[1:]
             start = offset[0] if offset and offset[0] is not None else read.meta["val"].storage_offset()
             node.args = (laid, size, stride, start)
-        elif laid is not None:
-            node.args = (laid, *node.args[1:])
-        inserted += laid is not None
+        inserted += 1
     return inserted
-
-
-def _storage_of(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _laid_as_traced(graph: fx.Graph, reader: fx.Node, value: fx.Node) -> fx.Node | None:
-    """Returns None for symbolic strides, and for a ``value`` that the forward saves, which has the layout already."""
-    if value.op != "call_function":
-        return None
-    traced = value.meta["val"]
-    with graph.inserting_before(reader):
-        if traced.is_contiguous():
-            laid = graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
-        elif all(isinstance(step, int) for step in traced.stride()):
-            laid = graph.call_function(compilers.force_stride_order(), (value, list(traced.stride())))
-        else:
-            return None
-    laid.meta = {"val": traced}
-    return laid
 
 
 def materialize_shared(half: fx.GraphModule) -> int:

@@ -138,6 +138,10 @@ def with_argument(node: fx.Node, place: int, value: Any) -> Callable[[Sequence[A
     return lambda args, kwargs, count: (node.target, (*args[:place], value, *args[place + 1 :]), dict(kwargs))
 
 
+def with_sizes(node: fx.Node, place: int, rest: Sequence[int]) -> Callable[[Sequence[Any], Mapping[str, Any], int], Arguments]:
+    return lambda args, kwargs, count: (node.target, (*args[:place], [count, *rest], *args[place + 1 :]), dict(kwargs))
+
+
 def lead_of(node: fx.Node, region: Region, given: int | None) -> int:
     """Returns the number of row dimensions that all operands in the region share.
 

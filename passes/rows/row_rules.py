@@ -31,6 +31,7 @@ from autoremat.passes.rows.row_partition import (
     row_dimensions,
     shape_of,
     with_argument,
+    with_sizes,
 )
 from autoremat.planner.graph.op import Trait
 
@@ -56,11 +57,11 @@ def _row_sizes(node: fx.Node, region: Region, operand: Any, lead: int) -> tuple[
 
 
 def _split(node: fx.Node, region: Region, given: int | None) -> Step:
-    operand, sizes, *rest = node.args
+    operand, _, *rest = node.args
     lead = lead_of(node, region, given)
     dimension = inner_dimension(node, rest[0] if rest else 0, len(shape_of(operand)), lead)  # type: ignore[arg-type]
     reads = reads_by_rows(node, region, operand, lead, _row_sizes(node, region, operand, lead))
-    return Step(reads, lambda args, kwargs, count: (node.target, (args[0], sizes, dimension), {}), Rows(lead), several=True)
+    return Step(reads, with_argument(node, 2, dimension), Rows(lead), several=True)
 
 
 def _moments(node: fx.Node, region: Region, given: int | None) -> Step:
@@ -87,15 +88,18 @@ def _norm(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _loss(node: fx.Node, region: Region, given: int | None) -> Step:
-    """Returns the rule for ``nll_loss_forward``: each chunk gives the sum of its losses and of its weights."""
-    scores, labels, weight, reduction, _ = node.args
+    """Returns the rule for ``nll_loss_forward``, of which each chunk gives sums of losses and of weights, or its backward."""
+    is_backward = op_traits.packet(node) is aten.nll_loss_backward
+    scores, labels, weight, reduction = node.args[is_backward : is_backward + 4]
     if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
         raise ChunkingUnsupported(f"{described(node)} mixes rows")
-    reads: dict[fx.Node, Rows | int | None] = dict(reads_by_rows(node, region, labels, 1, (region.count,)))
-    reads[scores] = Rows(1)  # type: ignore[index]
+    reads: dict[Any, Rows | int | None] = {**reads_by_rows(node, region, labels, 1, (region.count,)), scores: Rows(1)}
     if isinstance(weight, fx.Node):
         reads[weight] = None
-    return Step(reads, with_argument(node, 3, SUM if reduction in (MEAN, SUM) else reduction), Rows(1), several=True)
+    if not is_backward:
+        return Step(reads, with_argument(node, 3, SUM if reduction in (MEAN, SUM) else reduction), Rows(1), several=True)
+    reads |= {node.args[6]: None, node.args[0]: None if reduction in (MEAN, SUM) else Rows(1)}
+    return Step(reads, as_it_is(node), Rows(1))
 
 
 def _unpacking(node: fx.Node, region: Region, given: int | None) -> Step:
@@ -123,28 +127,14 @@ def _mean(make: Make, total: fx.Node, parts: list[fx.Node]) -> fx.Node:
     return make(aten.div.Tensor, total, weight)
 
 
-def _loss_backward(node: fx.Node, region: Region, given: int | None) -> Step:
-    gradient, scores, labels, weight, reduction, _, total = node.args
-    if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
-        raise ChunkingUnsupported(f"{described(node)} mixes rows")
-    reads: dict[fx.Node, Rows | int | None] = dict(reads_by_rows(node, region, labels, 1, (region.count,)))
-    reads |= {scores: Rows(1), total: None, gradient: None if reduction in (MEAN, SUM) else Rows(1)}  # type: ignore[dict-item]
-    if isinstance(weight, fx.Node):
-        reads[weight] = None
-    return Step(reads, as_it_is(node), Rows(1))
-
-
 TUPLE_RULES: dict[Any, Callable[[fx.Node, Region, int | None], Step]] = {
     operator.getitem: _unpacking,
     aten.split: _split,
     aten.split_with_sizes: _split,
     aten.var_mean: _moments,
-    aten.native_layer_norm: _norm,
-    aten.native_layer_norm_backward: _norm,
-    aten._fused_rms_norm: _norm,
-    aten._fused_rms_norm_backward: _norm,
     aten.nll_loss_forward: _loss,
-    aten.nll_loss_backward: _loss_backward,
+    aten.nll_loss_backward: _loss,
+    **dict.fromkeys(NORMS, _norm),
 }
 """None of these ops draws at random or mutates a tensor."""
 
@@ -190,16 +180,16 @@ def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
     if name in RULES:
         return RULES[name](node, region, lead)
     if name in CREATIONS and lead is not None:
-        rest = shape_of(node)[lead:]
-        return Step({}, lambda args, kwargs, count: (node.target, ([count, *rest], *args[1:]), dict(kwargs)), Rows(lead))
+        return Step({}, with_sizes(node, 0, shape_of(node)[lead:]), Rows(lead))
     if name in ALONG:
         return _along(node, region, ALONG[name], lead)
     if name in POINTWISE or op_traits.is_pointwise(node):
-        return _pointwise(node, region, lead)
+        return _broadcast(node, region, lead)
     raise ChunkingUnsupported(f"{described(node)} reads it and is not known to compute row by row")
 
 
-def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
+def _broadcast(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for pointwise ops and ``expand``: operands have the rows of the result, or the same for all rows."""
     lead, made = lead_of(node, region, given), shape_of(node)
     reads: dict[fx.Node, Rows | int | None] = {}
     for operand in node.all_input_nodes:
@@ -216,7 +206,8 @@ def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
             reads[operand] = len(in_rows) - 1 if lead > 1 and in_rows else None
         else:
             raise ChunkingUnsupported(f"{described(node)} reads {described(operand)}, which differs between some rows only")
-    return Step(reads, as_it_is(node), Rows(lead))
+    call = with_sizes(node, 1, made[lead:]) if op_traits.packet(node) is aten.expand else as_it_is(node)
+    return Step(reads, call, Rows(lead))
 
 
 def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
@@ -225,10 +216,7 @@ def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
     if held and made[:lead] != shape_of(operand)[:lead]:
         raise ChunkingUnsupported(f"{described(node)} has other rows than what it is like")
     reads: dict[Any, Rows | int | None] = {operand: Rows(lead) if held else None}
-    rest = made[lead:]
-    return Step(
-        reads, lambda args, kwargs, count: (node.target, (args[0], [count, *rest], *args[2:]), dict(kwargs)), Rows(lead)
-    )
+    return Step(reads, with_sizes(node, 1, made[lead:]), Rows(lead))
 
 
 def _slice_backward(node: fx.Node, region: Region, given: int | None) -> Step:
@@ -292,8 +280,7 @@ def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
     lead = lead_of(node, region, given)
     operand, *rest = node.args
     rank = len(shape_of(operand))
-    if math.prod(shape_of(operand)[:lead]) != region.count:
-        raise ChunkingUnsupported(f"{described(node)} reads {described(operand)}, whose rows are others")
+    _row_sizes(node, region, operand, lead)
     dimensions = rest[0] if rest and rest[0] not in (None, []) else list(range(rank))
     listed = [d % rank for d in integers([dimensions])]
     reads: dict[fx.Node, Rows | int | None] = {operand: Rows(lead)}  # type: ignore[dict-item]
@@ -328,20 +315,6 @@ def _squeeze(node: fx.Node, region: Region, given: int | None) -> Step:
     return Step({node.args[0]: Rows(lead)}, with_argument(node, 1, places), Rows(lead))  # type: ignore[dict-item]
 
 
-def _expand(node: fx.Node, region: Region, given: int | None) -> Step:
-    lead, made, operand = lead_of(node, region, given), shape_of(node), node.args[0]
-    before, rest = shape_of(operand), made[lead:]
-    in_rows = before[: max(0, lead - (len(made) - len(before)))]
-    if in_rows == made[:lead]:
-        read: Rows | int | None = Rows(lead)
-    elif not region.holds(operand) and all(size == 1 for size in in_rows):
-        read = len(in_rows) - 1 if in_rows else None
-    else:
-        raise ChunkingUnsupported(f"{described(node)} spreads rows over more dimensions")
-    reads = {operand: read}
-    return Step(reads, lambda args, kwargs, count: (node.target, (args[0], [count, *rest]), {}), Rows(lead))  # type: ignore[arg-type]
-
-
 def _product(node: fx.Node, region: Region, given: int | None) -> Step:
     """Rows times a whole tensor give rows. A product over the rows, as in the gradient of a weight, gives a sum over rows."""
     *bias, left, right = node.args
@@ -365,14 +338,6 @@ def _product(node: fx.Node, region: Region, given: int | None) -> Step:
     return Step(reads, as_it_is(node))
 
 
-def projection_step(node: fx.Node) -> Step:
-    """Returns the rule for the matrix product with which the region begins."""
-    *bias, left, right = node.args
-    reads: dict[Any, Rows | int | None] = {left: Rows(1), right: None}
-    reads |= {added: None for added in bias if isinstance(added, fx.Node)}
-    return Step(reads, as_it_is(node), Rows(1))
-
-
 RULES: dict[Any, Callable[[fx.Node, Region, int | None], Step]] = {
     **TUPLE_RULES,
     **dict.fromkeys(CREATIONS_LIKE, _creation_like),
@@ -380,7 +345,7 @@ RULES: dict[Any, Callable[[fx.Node, Region, int | None], Step]] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(SWAPS, _swap),
     **dict.fromkeys(REDUCTIONS, _reduction),
-    aten.expand: _expand,
+    aten.expand: _broadcast,
     aten.slice_backward: _slice_backward,
     aten.constant_pad_nd: _padding,
     aten.squeeze: _squeeze,

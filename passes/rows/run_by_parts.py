@@ -15,19 +15,19 @@ of 16-bit numbers stay in 32 bits until the last part.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import networkx
 import torch
 from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
-from autoremat.passes.building import Builder
+from autoremat.passes.building import make
 from autoremat.passes.rows.row_partition import Region, Rows, Step, described, shape_of
 from autoremat.planner.graph.op import SEQUENTIAL
 from autoremat.torch_private import joint_graphs
@@ -50,29 +50,17 @@ def run_by_parts(graph: fx.Graph, regions: Iterable[Region], parts: int) -> int:
     most = 0
     joined: dict[fx.Node, fx.Node] = {}
     for region in regions:
-        bounds = bounds_of(region.count, parts)
+        length = math.ceil(region.count / min(parts, region.count))
+        bounds = [(start, min(start + length, region.count)) for start in range(0, region.count, length)]
         most = max(most, len(bounds))
-        with_tensor = next(node for node in region.steps if isinstance(node.meta.get("val"), torch.Tensor))
-        rewriting = _Rewriting(graph, _reading(region, joined), bounds, Builder.beside(with_tensor))
+        for node, step in region.steps.items():  # reads what earlier regions have joined in place of their nodes
+            reads = {joined.get(operand, operand): read for operand, read in step.reads.items()}
+            region.steps[node] = replace(step, reads=reads)
+        rewriting = _Rewriting(graph, region, bounds)
         rewriting.run()
         joined |= rewriting.whole
     graph.eliminate_dead_code()
     return most
-
-
-def _reading(region: Region, joined: Mapping[fx.Node, fx.Node]) -> Region:
-    """Returns ``region``, which reads what earlier regions have ``joined`` in place of their nodes."""
-    steps = {
-        node: replace(step, reads={joined.get(operand, operand): read for operand, read in step.reads.items()})
-        for node, step in region.steps.items()
-    }
-    return replace(region, steps=steps)
-
-
-def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Returns the first row of each part and the row behind its last one."""
-    length = math.ceil(rows / min(parts, rows))
-    return [(start, min(start + length, rows)) for start in range(0, rows, length)]
 
 
 def stages_of(graph: fx.Graph, region: Region) -> dict[fx.Node, int]:
@@ -103,7 +91,6 @@ class _Rewriting:
     graph: fx.Graph
     region: Region
     bounds: list[tuple[int, int]]
-    build: Builder
     made: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     """Chunk of each node of the region, by node and number of the chunk."""
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -148,7 +135,7 @@ class _Rewriting:
         args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
         call = step.call(args, kwargs, stop - start)
         if step.by_part:
-            made = cast("fx.Node", args[0]) if call is None else self.build.make(node, *call)
+            made = cast("fx.Node", args[0]) if call is None else make(node, *call)
             _check(node, made, step, stop - start)
             made.meta[PART] = True
             self.made[node, part] = made
@@ -164,16 +151,18 @@ class _Rewriting:
         if not read:
             return whole
         if isinstance(read, int):
-            return self.build.make(reader, aten.view.default, (whole, list(shape_of(whole)[read:])))
+            return make(reader, aten.view.default, (whole, list(shape_of(whole)[read:])))
         key = (whole, read, part)
         if key not in self.sliced:
             if read.lead > 1 and self.copies(whole, read.lead):
                 self.sliced[key] = self.between(whole, read.lead, *self.bounds[part], reader)
-                return self.sliced[key]
-            if read.lead > 1:
-                whole = self.flattened(whole, read.lead, reader)
-            place = (whole, int(read.transposed), *self.bounds[part])
-            self.sliced[key] = self.build.make(reader, aten.slice.Tensor, place)
+            else:
+                if read.lead > 1:
+                    flat, shape = (whole, read.lead), [self.region.count, *shape_of(whole)[read.lead :]]
+                    if flat not in self.flat:  # all parts of a stage share it, as it may be a copy
+                        self.flat[flat] = make(reader, aten.view.default, (whole, shape))
+                    whole = self.flat[flat]
+                self.sliced[key] = make(reader, aten.slice.Tensor, (whole, int(read.transposed), *self.bounds[part]))
         return self.sliced[key]
 
     @staticmethod
@@ -187,44 +176,37 @@ class _Rewriting:
     def between(self, whole: fx.Node, lead: int, start: int, stop: int, reader: fx.Node) -> fx.Node:
         """Returns the rows from ``start`` to ``stop`` of ``whole`` in one dimension, without a copy of others."""
         if lead == 1:
-            return self.build.make(reader, aten.slice.Tensor, (whole, 0, start, stop))
+            return make(reader, aten.slice.Tensor, (whole, 0, start, stop))
         inner, shape = math.prod(shape_of(whole)[1:lead]), shape_of(whole)
         low, high, pieces = -(-start // inner), stop // inner, []  # the entries of the first dimension that all belong to it
 
         def piece(entry: int, first: int, last: int) -> None:
             if first < last:
-                one = self.build.make(reader, aten.select.int, (whole, 0, entry))
+                one = make(reader, aten.select.int, (whole, 0, entry))
                 pieces.append(self.between(one, lead - 1, first, last, reader))
 
         piece(start // inner, start % inner, min(inner, stop - inner * (start // inner)) if start % inner else 0)
         if low < high:
-            entries = self.build.make(reader, aten.slice.Tensor, (whole, 0, low, high))
-            pieces.append(self.build.make(reader, aten.view.default, (entries, [(high - low) * inner, *shape[lead:]])))
+            entries = make(reader, aten.slice.Tensor, (whole, 0, low, high))
+            pieces.append(make(reader, aten.view.default, (entries, [(high - low) * inner, *shape[lead:]])))
         piece(high, 0, stop - inner * high if low <= high else 0)
-        return pieces[0] if len(pieces) == 1 else self.build.make(reader, aten.cat.default, (pieces,))
-
-    def flattened(self, whole: fx.Node, lead: int, reader: fx.Node) -> fx.Node:
-        """Returns ``whole`` with its rows in one dimension. All parts of a stage share it, as it may be a copy."""
-        if (whole, lead) not in self.flat:
-            shape = [self.region.count, *shape_of(whole)[lead:]]
-            self.flat[whole, lead] = self.build.make(reader, aten.view.default, (whole, shape))
-        return self.flat[whole, lead]
+        return pieces[0] if len(pieces) == 1 else make(reader, aten.cat.default, (pieces,))
 
     def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         before, low = self.sums.get(node), node.meta["val"].dtype in HALF
         if target in (aten.mm.default, aten.addmm.default) and before is not None:
             if not low:
-                self.sums[node] = self.build.make(node, aten.addmm.default, (before, *args[-2:]))
+                self.sums[node] = make(node, aten.addmm.default, (before, *args[-2:]))
                 return
             target, args = aten.mm.default, args[-2:]  # the sum already contains the bias
-        term = self.build.make(node, target, args, kwargs)
+        term = make(node, target, args, kwargs)
         self.terms.setdefault(node, []).append(term)
         if low:
-            term = self.build.make(node, convert, (term, torch.float32))
+            term = make(node, convert, (term, torch.float32))
         if before is None:
             self.sums[node] = term
             return
-        self.sums[node] = self.build.make(node, aten.add.Tensor, (before, term))
+        self.sums[node] = make(node, aten.add.Tensor, (before, term))
         self.sums[node].meta[op_traits.MATERIALIZED] = (
             True  # else one late kernel adds the terms of many parts, all of them live
         )
@@ -236,15 +218,15 @@ class _Rewriting:
             if all(user in self.region.steps and self.region.holds(node) for user in node.users) or step.rows is None:
                 return
             parts = [self.made[node, part] for part in range(len(self.bounds))]
-            result = self.build.make(node, aten.cat.default, (parts, int(step.rows.transposed)))
+            result = make(node, aten.cat.default, (parts, int(step.rows.transposed)))
             if step.rows.lead > 1:
-                result = self.build.make(node, aten.view.default, (result, list(shape_of(node))))
+                result = make(node, aten.view.default, (result, list(shape_of(node))))
         else:
             result = self.sums[node]
             if step.finish is not None:
-                result = step.finish(lambda target, *args: self.build.make(node, target, args), result, self.terms[node])
+                result = step.finish(lambda target, *args: make(node, target, args), result, self.terms[node])
             if node.meta["val"].dtype in HALF:
-                result = self.build.make(node, convert, (result, node.meta["val"].dtype))
+                result = make(node, convert, (result, node.meta["val"].dtype))
         self.whole[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.region.steps)
 
@@ -260,23 +242,9 @@ def _check(node: fx.Node, part: fx.Node, step: Step, rows: int) -> None:
 
 def _sort(graph: fx.Graph) -> None:
     """Moves each node that reads a later one behind it. Effects wait for the one before; others keep their sequence."""
-    nodes = list(graph.nodes)
-    order = {node: position for position, node in enumerate(nodes)}
-    effects = [node for node in nodes if op_traits.traits_of(node) & SEQUENTIAL]
-    followers = {node: list(node.users) for node in nodes}
-    waits = {node: len(node.all_input_nodes) for node in nodes}
-    for effect, following in itertools.pairwise(effects):
-        followers[effect].append(following)
-        waits[following] += 1
-    ready = [order[node] for node in nodes if not waits[node]]
-    heapq.heapify(ready)
-    last: fx.Node | None = None
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        if last is not None:
-            last.append(node)
-        last = node
-        for follower in followers[node]:
-            waits[follower] -= 1
-            if not waits[follower]:
-                heapq.heappush(ready, order[follower])
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    arrows = networkx.DiGraph((operand, node) for node in graph.nodes for operand in node.all_input_nodes)
+    arrows.add_nodes_from(graph.nodes)
+    arrows.add_edges_from(itertools.pairwise(node for node in graph.nodes if op_traits.traits_of(node) & SEQUENTIAL))
+    for before, node in itertools.pairwise(list(networkx.lexicographical_topological_sort(arrows, order.__getitem__))):
+        before.append(node)

@@ -53,9 +53,9 @@ def outcome(program: Program, choose: stays.Choose, budget: float | int | None) 
     torch.manual_seed(0)
     model = RandomModule(program)
     seen, function = compiled(model, choose, lambda f: train_step(f, model, fresh_inputs(), 0), memory_budget=budget)
-    before = host_memory.statistics("cpu")
+    before = stays.statistics("cpu")
     found = train_step(function, model, fresh_inputs(), 1)
-    moved, planned = host_memory.statistics("cpu"), stored_bytes(seen)
+    moved, planned = stays.statistics("cpu"), stored_bytes(seen)
     assert moved.used_bytes == 0
     assert moved.to_host_bytes - before.to_host_bytes == planned
     assert moved.from_host_bytes - before.from_host_bytes == planned
@@ -145,10 +145,10 @@ def test_code_computes_the_same_at_the_planned_peak(choose, smallest):
     run = functools.partial(step, model=model, x=x)
     seen, function = compiled(model, choose, run, compiler="inductor", **CODE[smallest])
     report = autoremat.reports()[-1]
-    before = host_memory.statistics("cpu")
+    before = stays.statistics("cpu")
     with track_peak("cpu") as peak:
         found = run(function)
-    moved = host_memory.statistics("cpu")
+    moved = stays.statistics("cpu")
     for ours, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, reference)
     assert peak.bytes == report.compiled_peak_bytes - report.code_headroom_bytes
@@ -172,7 +172,7 @@ def trained(request) -> Iterator[tuple[nn.Module, Callable[..., Any], int]]:
 
 
 def bytes_on_host() -> tuple[int, int]:
-    now = host_memory.statistics("cpu")
+    now = stays.statistics("cpu")
     return now.held_bytes, now.used_bytes
 
 
@@ -286,7 +286,7 @@ def test_a_stored_plan_is_carried_out_with_its_stays_where_the_graph_has_the_for
     with host_memory.stand_in():
         again, _ = compiled(model, as_planned, run, plan=seen.plan, host_memory="1GiB")
     assert again.plan.schedule == seen.plan.schedule
-    assert host_memory.statistics("cpu").to_host_bytes == stored_bytes(seen) > 0
+    assert stays.statistics("cpu").to_host_bytes == stored_bytes(seen) > 0
     with mock.patch.object(stays, "with_host_forms", lambda graph: graph), pytest.raises(Exception, match="has no form 'host'"):
         compiled(model, as_planned, run, plan=seen.plan)
 

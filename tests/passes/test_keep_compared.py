@@ -120,8 +120,8 @@ def test_the_plan_keeps_what_is_compared_and_still_finds_the_least_peak(monkeypa
     kept = autoremat.explain(model, x, options=options, advice=False)
     monkeypatch.setattr("autoremat.passes.keep_compared", accumulate_into_first)  # a pass that does nothing here
     free = autoremat.explain(model, x, options=options, advice=False)
-    assert [value.decision for value in kept.values if value.reason is Reason.CHOICE] == [Decision.SAVED] * 2
-    assert not [value for value in free.values if value.reason is Reason.CHOICE]
+    assert [value.decision for value in kept.values if value.reason is Reason.DISCONTINUOUS] == [Decision.SAVED] * 2
+    assert not [value for value in free.values if value.reason is Reason.DISCONTINUOUS]
     assert 0 <= kept.minimum_peak_bytes - free.minimum_peak_bytes <= 2 * ROWS * GROUPS * CLASSES * 4
 
 
