@@ -5,12 +5,11 @@ Exit codes: 0 all went well; 1 no plan within the budget; 2 wrong usage or input
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib
 import inspect
 import json
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,10 +21,10 @@ import click
 import autoremat
 from autoremat.basics import disk_cache
 from autoremat.basics.checks import arguments_of
-from autoremat.basics.errors import AutorematError, BudgetInfeasible
+from autoremat.basics.display import as_text
+from autoremat.basics.errors import AutorematError, BudgetInfeasible, unwrapped
 from autoremat.basics.units import format_bytes
 from autoremat.report.report import Report
-from autoremat.report.text_tables import as_text
 
 INFEASIBLE, USAGE, FAILURE = 1, 2, 3
 
@@ -47,7 +46,7 @@ class _Commands(click.Group):
 
 
 def _failure(error: BaseException) -> click.ClickException:
-    error = getattr(error, "inner_exception", None) or error  # torch wraps what a backend raises
+    error = unwrapped(error)  # torch wraps what a backend raises
     if isinstance(error, OSError) and error.filename:
         shown, code = click.ClickException(f"{error.filename}: {error.strerror}"), USAGE
     elif isinstance(error, AutorematError):
@@ -95,9 +94,7 @@ def _load(target: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: object = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            found = getattr(found, part)
+        found: object = pkgutil.resolve_name(target)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports another that is not
@@ -145,47 +142,34 @@ _lower = click.option("--lower", is_flag=True,
                       help="Also generate the code, without its kernels, and show what memory that needs.")  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    target: str
-    device: str | None
-    further: tuple[str, ...]
-    budget: str | None = None
-    max_slowdown: str | None = None
-    host_memory: str | None = None
-    device_memory: str | None = None
-    optimizer: str | None = None
-    accumulate: int = 1
+def _budget_of(given: dict[str, Any], model: Any, optimizer: Any) -> Any:
+    """The budget of a command: bytes or a share, or that of a whole device; None without one."""
+    if given["device_memory"] is None:
+        if given["optimizer"] is not None or given["accumulate"] > 1:
+            raise click.UsageError("--optimizer and --accumulate need --device-memory")
+        return given["budget"]
+    if given["budget"] is not None:
+        raise click.UsageError("--budget and --device-memory exclude each other")
+    modules = list(importlib.import_module("autoremat.tools.trace").models_in(model))
+    if optimizer is None and given["optimizer"] is not None:
+        kind = getattr(importlib.import_module("torch.optim"), given["optimizer"], None)
+        if not isinstance(kind, type):
+            raise click.BadParameter(f"torch.optim has no class {given['optimizer']!r}", param_hint="--optimizer")
+        optimizer = kind([parameter for module in modules for parameter in module.parameters()])
+    total = given["device_memory"]
+    return autoremat.device_budget(total, modules, optimizer, accumulate=given["accumulate"], device=given["device"])
 
-    def budget_for(self, model: Any, optimizer: Any) -> Any:
-        """The budget of a command: bytes or a share, or that of a whole device; None without one."""
-        if self.device_memory is None:
-            if self.optimizer is not None or self.accumulate > 1:
-                raise click.UsageError("--optimizer and --accumulate need --device-memory")
-            return None if self.budget is None else _number_or_text(self.budget)
-        if self.budget is not None:
-            raise click.UsageError("--budget and --device-memory exclude each other")
-        modules = list(importlib.import_module("autoremat.tools.trace").models_in(model))
-        if optimizer is None and self.optimizer is not None:
-            kind = getattr(importlib.import_module("torch.optim"), self.optimizer, None)
-            if not isinstance(kind, type):
-                raise click.BadParameter(f"torch.optim has no class {self.optimizer!r}", param_hint="--optimizer")
-            optimizer = kind([parameter for module in modules for parameter in module.parameters()])
-        total = _number_or_text(self.device_memory)
-        return autoremat.device_budget(total, modules, optimizer, accumulate=self.accumulate, device=self.device)
 
-    def options(self, budget: Any = None) -> dict[str, Any]:
-        """The backend's options, as ``torch.compile(options=...)`` takes them."""
-        options: dict[str, Any] = {}
-        for one in self.further:
-            key, equals, value = one.partition("=")
-            if not equals:
-                raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
-            options[key] = _number_or_text(value)
-        slowdown = None if self.max_slowdown is None else _number_or_text(self.max_slowdown)
-        host = None if self.host_memory is None else _number_or_text(self.host_memory)
-        own = {"memory_budget": budget, "max_slowdown": slowdown, "host_memory": host}
-        return options | {key: value for key, value in own.items() if value is not None}
+def _options_of(given: dict[str, Any], budget: Any = None) -> dict[str, Any]:
+    """The backend's options, as ``torch.compile(options=...)`` takes them."""
+    options: dict[str, Any] = {}
+    for one in given["further"]:
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
+        options[key] = _number_or_text(value)
+    own = {"memory_budget": budget, "max_slowdown": given["max_slowdown"], "host_memory": given["host_memory"]}
+    return options | {key: value for key, value in own.items() if value is not None}
 
 
 _PLANNED = (
@@ -193,12 +177,13 @@ _PLANNED = (
                  help="With --device-memory: micro-batches in one step of the optimizer."),
     click.option("--optimizer", metavar="NAME", help="With --device-memory: a class of torch.optim, such as AdamW, where "
                  "the function returns no optimizer."),
-    click.option("--device-memory", metavar="TOTAL", help="In place of --budget: the memory of the whole device, 24GiB or "
-                 "a card such as H100-80GB. Parameters, gradients and optimizer are counted."),
-    click.option("--host-memory", metavar="BYTES", help="Saved tensors may wait on the host, in at most so many bytes: "
-                 "64GiB, or auto. Default: none."),
-    click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than without a budget: 0.03, "
-                 "or free. Default: no bound."),
+    click.option("--device-memory", type=_number_or_text, metavar="TOTAL",
+                 help="In place of --budget: the memory of the whole device, 24GiB or a card such as H100-80GB. "
+                 "Parameters, gradients and optimizer are counted."),
+    click.option("--host-memory", type=_number_or_text, metavar="BYTES",
+                 help="Saved tensors may wait on the host, in at most so many bytes: 64GiB, or auto. Default: none."),
+    click.option("--max-slowdown", type=_number_or_text, metavar="SHARE",
+                 help="At most so much more time than without a budget: 0.03, or free. Default: no bound."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
     click.option("-o", "--option", "further", metavar="KEY=VALUE", multiple=True,
                  help="Any other option of the backend; may be repeated."),
@@ -209,17 +194,12 @@ _PLANNED = (
 
 
 def _planning(budget_forms: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The argument and the options of commands that plan, which receive them as ``request``."""
+    """The argument and the options of commands that plan."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_request(**given: Any) -> None:
-            own = {one.name: given.pop(one.name) for one in dataclasses.fields(_Request) if one.name in given}
-            command(_Request(**own), **given)
-
-        for option in (*_PLANNED, click.option("--budget", metavar="BUDGET", help=budget_forms)):
-            with_request = option(with_request)
-        return with_request
+        for option in (*_PLANNED, click.option("--budget", type=_number_or_text, metavar="BUDGET", help=budget_forms)):
+            command = option(command)
+        return command
 
     return decorate
 
@@ -234,16 +214,16 @@ def _planning(budget_forms: str) -> Callable[[Callable[..., None]], Callable[...
 @_lower
 @_html
 @click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")
-def explain(request: _Request, as_json: bool, lower: bool, html: Path | None, save_plan: Path | None, **more: Any) -> None:
+def explain(as_json: bool, lower: bool, html: Path | None, save_plan: Path | None, **given: Any) -> None:
     """Plan a training step without running it.
 
     MODULE:FUNCTION takes nothing and returns (model, inputs) or (model, inputs, optimizer): inputs is a tensor, a tuple of
     arguments or a dict of keyword arguments, and model(inputs) returns the loss. The model may be on the meta device.
     """
-    model, inputs, own = _made(request.target)
+    model, inputs, own = _made(given["target"])
     args, kwargs = arguments_of(inputs)
-    options = request.options(request.budget_for(model, own))
-    found = autoremat.explain(model, *args, options=options, device=request.device, lower=lower, **kwargs)
+    options = _options_of(given, _budget_of(given, model, own))
+    found = autoremat.explain(model, *args, options=options, device=given["device"], lower=lower, **kwargs)
     if save_plan is not None:
         found.plan.save(save_plan)
     if html is not None:
@@ -251,10 +231,10 @@ def explain(request: _Request, as_json: bool, lower: bool, html: Path | None, sa
     if as_json:
         click.echo(found.to_json())
         return
-    click.echo(_shown(found, more["details"]))
+    click.echo(_shown(found, given["details"]))
     tables: dict[str, Callable[[], Any]] = {"values": found.table, "peak": found.peak_table, "timeline": found.op_bytes_table}
-    for name, make in ({"totals": lambda: found.totals_table(more["totals"])} | tables).items():
-        if more[name] and (table := make()) is not None:
+    for name, make in ({"totals": lambda: found.totals_table(given["totals"])} | tables).items():
+        if given[name] and (table := make()) is not None:
             click.echo(f"\n{as_text(table)}")
 
 
@@ -263,18 +243,19 @@ def explain(request: _Request, as_json: bool, lower: bool, html: Path | None, sa
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
 @click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
 @_lower
-def batch(request: _Request, as_json: bool, **settings: Any) -> None:
+def batch(as_json: bool, **given: Any) -> None:
     """The largest batch, or other size, that fits a budget.
 
     MODULE:FUNCTION takes the size and returns (model, inputs) or (model, inputs, optimizer). Nothing is allocated for the
     sizes that are tried.
     """
-    model, _, own = _made(request.target, settings["step"])
-    budget = request.budget_for(model, own)
+    model, _, own = _made(given["target"], given["step"])
+    budget = _budget_of(given, model, own)
     if budget is None:
         raise click.UsageError("one of --budget and --device-memory is required")
-    inputs = lambda size: _made(request.target, size)[1]  # noqa: E731
-    found = autoremat.max_batch(inputs, model, budget, options=request.options(), device=request.device, **settings)
+    inputs = lambda size: _made(given["target"], size)[1]  # noqa: E731
+    settings = {name: given[name] for name in ("device", "step", "limit", "lower")}
+    found = autoremat.max_batch(inputs, model, budget, options=_options_of(given), **settings)
     if not as_json:
         click.echo(str(found))
         return

@@ -66,7 +66,6 @@ def accept(backends: Any) -> None:
 
 
 def _register(name: str) -> None:
-    """Registers a backend of torch that has the budget in its name."""
     from autoremat.compiler.dynamo_backend import backend
     from autoremat.torch_private.dynamo import register_backend
 

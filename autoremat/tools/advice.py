@@ -80,7 +80,7 @@ def advise(
         with status_if_slow("does not fit; trying what would"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the step itself were shown, and options may have no effect
             try:
-                found.append(_trial(explain(trying, *inputs), trying, remedies, size, count))
+                found.append(_trial(explain(*inputs, trying), trying, remedies, size, count))
             except BudgetInfeasible as refused:
                 found.append(_trial(refused, trying, remedies, size, count))
             except AutorematError:  # a step may demand its own number of samples

@@ -114,17 +114,13 @@ class Attention:
             return False
         if self.key.shape[2] == 1 or (self.query.shape[2] == 1 and self.dropout_p):
             return False
-        return self._has_mask_of_cudnn() and self._has_widths_of_cudnn()
-
-    def _has_mask_of_cudnn(self) -> bool:
-        if self.mask is None:
-            return True
-        if self.mask.requires_grad or self.mask.dim() not in (2, 4):
-            return False
-        wanted = (*self.query.shape[:3], self.key.shape[2])[-self.mask.dim() :]
-        return all(size in (1, most) for size, most in zip(self.mask.shape, wanted, strict=True))
-
-    def _has_widths_of_cudnn(self) -> bool:
+        if self.mask is not None:
+            wanted = (*self.query.shape[:3], self.key.shape[2])[-self.mask.dim() :]
+            fits = self.mask.dim() in (2, 4) and all(
+                size in (1, most) for size, most in zip(self.mask.shape, wanted, strict=True)
+            )
+            if self.mask.requires_grad or not fits:
+                return False
         widths = self._widths
         if any(width % 8 for width in widths):
             return False
@@ -184,22 +180,23 @@ def attention_on_cuda(
     if kernel == "flash":
         width = query.shape[-1]
         padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value)]
-        flash = aten._scaled_dot_product_flash_attention
-        out: torch.Tensor = flash(*padded, dropout_p, is_causal, False, scale=width**-0.5 if scale is None else scale)[0]
+        flash, step = aten._scaled_dot_product_flash_attention, width**-0.5 if scale is None else scale
+        out: torch.Tensor = flash(*padded, dropout_p, is_causal, False, scale=step)[0]
         return out[..., :width] if width % 8 else out
-    mask = None if attn_mask is None else _as_numbers(attn_mask, query)
+    mask = attn_mask
+    if mask is not None and mask.dtype is torch.bool:  # as ATen writes it, so that a plan's graph is that of the card
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
     if kernel == "cudnn":
         cudnn = aten._scaled_dot_product_cudnn_attention
         out = cudnn(query, key, value, mask, needs_gradients, dropout_p, is_causal, False, scale=scale)[0]
-        return out
-    if kernel == "efficient":
+    elif kernel == "efficient":
         # The kernel reads one mask per head.
         bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         out = efficient(query, key, value, bias, needs_gradients, dropout_p, is_causal, scale=scale)[0]
-        return out
-    plain = aten._scaled_dot_product_attention_math
-    out = plain(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+    else:
+        plain = aten._scaled_dot_product_attention_math
+        out = plain(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
     return out
 
 
@@ -209,13 +206,6 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
         return mask
     keys = mask.shape[-1]
     return F.pad(mask, (0, BIAS_ALIGNMENT - keys % BIAS_ALIGNMENT))[..., :keys]
-
-
-def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    if mask.dtype is not torch.bool:
-        return mask
-    # As ATen writes it, so that a plan's graph is that of the card.
-    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
 
 
 class _FusedNorm(torch.autograd.Function):

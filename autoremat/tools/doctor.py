@@ -12,15 +12,8 @@ from autoremat.basics import disk_cache, environment
 from autoremat.basics.errors import SUPPORTED_MINORS, UnsupportedTorchError
 from autoremat.basics.units import format_bytes
 
-OPTIONAL = {
-    "triton": "generates code for CUDA, also for cards by name",
-    "matplotlib": "draws plots and HTML reports",
-    "accelerate": "",
-    "transformers": "",
-    "lightning": "",
-    "peft": "",
-}
-"""Packages that some uses need, with what they do."""
+OPTIONAL = ("triton", "matplotlib", "accelerate", "transformers", "lightning", "peft")
+"""Packages that some uses need."""
 
 GOOD, BAD, ABSENT = "ok", "NO", "-"
 
@@ -32,19 +25,12 @@ def findings() -> Iterator[tuple[str, str, str]]:
             yield from ((verdict, name, text) for verdict, text in look())
         except Exception as error:  # each look has its own row, whatever fails
             yield BAD, name, f"{type(error).__name__}: {error}"
-    for name, use in OPTIONAL.items():
-        found = version_of(name)
-        use = _accelerate() if name == "accelerate" else use
-        yield (ABSENT if found is None else GOOD), name, f"{found or 'not installed'}{f': {use}' if use else ''}"
+    for name in OPTIONAL:
+        try:
+            yield GOOD, name, version(name) + (f": {_accelerate()}" if name == "accelerate" else "")
+        except PackageNotFoundError:
+            yield ABSENT, name, "not installed"
     yield from ((ABSENT, name, value) for name, value in environment.given().items())
-
-
-def version_of(package: str) -> str | None:
-    """Returns the installed version of a package; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _accelerate() -> str:

@@ -6,24 +6,28 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
+from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.joint_graph import PricedGraph, warn_of_unused_forms
 from autoremat.compiler.lowering import visited
 from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.problem import Problem
 from autoremat.compiler.reference import find_reference
 from autoremat.options.options import Options
+from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet
 from autoremat.report.report import Report
-from autoremat.request.budgets import card_of, refuse_step_profiles
+from autoremat.request.budgets import card_of
 from autoremat.tools.advice import advise
-from autoremat.tools.trace import CapturedVisitor, Target, dry_runs, trace
-from autoremat.torch_private import compilers
+from autoremat.tools.trace import Target, trace
+from autoremat.torch_private import compilers, fake_tensors, inductor_lowering, named_card
 
 T = TypeVar("T")
 
@@ -60,10 +64,6 @@ def explain(
     first one took. The text ends with the fastest that fits, and ``BudgetInfeasible.advice`` has all of them.
     """
     parsed = Options.parse(options, None, compilers.inductor_config_names)
-
-    def explained(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Report:
-        return explain_by(model_or_fn, args, kwargs, options, device)
-
     is_wish = isinstance(parsed.memory_budget, float) and parsed.on_infeasible is None
     strict = replace(parsed, on_infeasible="raise") if is_wish else parsed
     begin = time.perf_counter()
@@ -72,7 +72,8 @@ def explain(
             return explain_by(model_or_fn, args, kwargs, strict, device, lower)
         except BudgetInfeasible as error:
             if advice:
-                error.restate(advice=advise(explained, strict, args, kwargs, error, time.perf_counter() - begin))
+                again, seconds = partial(explain_by, model_or_fn, device=device), time.perf_counter() - begin
+                error.restate(advice=advise(again, strict, args, kwargs, error, seconds))
             if not is_wish:
                 raise
             warn_user(f"{error}", BudgetWarning)
@@ -94,7 +95,9 @@ def explain_by(
         lower = any(doubtful for _, doubtful in found)
         reports = [report for report, _ in found]
     if lower:
-        reports, notes = dry_runs(model_or_fn, args, kwargs, options, device)
+        reports, notes = trace(model_or_fn, args, kwargs, options, device, _lowered)
+        if left_out := [key for key in fake_tensors.RUNS_NOTHING if compilers.asked_config(options).get(key)]:
+            notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
     for report in reports:
         warn_of_unused_forms(report.unused_forms)
     main = max(range(len(reports)), key=lambda number: reports[number].baseline_peak_bytes)
@@ -130,21 +133,41 @@ def previews(
     device: str | torch.device | None,
     look: Callable[[PricedGraph], T],
 ) -> tuple[list[T], tuple[str, ...]]:
-    """Returns the results of ``look`` for the step's graphs that train (at least one, in sequence), and notes on the tracing.
+    """Returns the results of ``look`` for the step's graphs that train, in sequence (at least one), and notes on the trace."""
 
-    Raises ``OptionsError`` if the budget is a step profile.
-    """
-    refuse_step_profiles(options)
+    def visit(target: Target, problem: Problem, module: fx.GraphModule) -> T | None:
+        problem = replace(problem, lowers=target.cuda_name is None)
+        with target.tracing():
+            find_reference(problem)
+        now("tracing forward and backward")
+        with target.tracing():
+            return visited(problem, target.as_on_card(module), problem.inputs, look)
 
-    def visiting(target: Target, resident_bytes: int) -> CapturedVisitor[T | None]:
-        def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T | None]:
-            problem = replace(target.problem(options, module, inputs, resident_bytes), lowers=target.cuda_name is None)
-            with target.tracing():
-                find_reference(problem)
-            now("tracing forward and backward")
-            with target.tracing():
-                return [visited(problem, target.as_on_card(module), problem.inputs, look)]
+    return trace(model_or_fn, args, kwargs, options, device, visit)
 
-        return visit
 
-    return trace(model_or_fn, args, kwargs, device, visiting)
+def _lowered(target: Target, problem: Problem, module: fx.GraphModule) -> Report | None:
+    """Returns the report of a graph whose code is generated. Raises ``OptionsError`` if none can be generated here."""
+    name, sheet = target.cuda_name or "", datasheet(target.cuda_name or "") or UNKNOWN_GPU
+    why = ""
+    if problem.request.options.compiler != "inductor":
+        why = f'compiler={problem.request.options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
+    elif name and target.traced_on.type == "cuda":
+        if datasheet(name) is not datasheet(torch.cuda.get_device_name(target.traced_on)):
+            why = (
+                f"{name} is another CUDA device than the one here, and Inductor generates code for that one. Possible: "
+                'device="cuda", or CUDA_VISIBLE_DEVICES= (empty) in the environment, which hides the device'
+            )
+    elif name and sheet.is_of_rocm:
+        why = f"Inductor generates code for {name} only beside such a card. Possible here: lower=False"
+    elif name and not named_card.generates_triton():
+        why = (
+            f"code for {name} is Triton code, and the package triton is not installed. Possible: pip install triton, or "
+            "lower=False"
+        )
+    if why:
+        raise OptionsError(f"lower=True: {why}")
+    request = replace(problem.request, on_planning_error="raise")
+    problem = replace(problem, request=request, module=target.as_on_card(module))
+    with target.tracing(), inductor_lowering.without_kernels():
+        return compile_graph(problem).report

@@ -11,6 +11,7 @@ allocation rounding and rates.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import traceback
 import types
@@ -18,28 +19,26 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
-from autoremat.basics.errors import AutorematError, CaptureError, OptionsError, causes
+from autoremat.basics.errors import AutorematError, CaptureError, OptionsError, causes, unwrapped
 from autoremat.basics.progress import now
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
-from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.problem import Problem
 from autoremat.measure.calibration import checked_device
 from autoremat.options.options import OWN_KEYS, Options
 from autoremat.planner.cost.datasheets import UNKNOWN_GPU, datasheet, device_memory, known_cards
-from autoremat.report.report import Report
 from autoremat.request.budgets import refuse_step_profiles, request_of
 from autoremat.request.surroundings import Surroundings
 from autoremat.tools.cuda_kernels import attention_on_cuda, use_kernels_of_cuda, write_casts
-from autoremat.torch_private import compilers, fake_tensors, frames, inductor_lowering, named_card
+from autoremat.torch_private import compilers, fake_tensors, frames, named_card
 from autoremat.torch_private.dynamo import graph_breaks
 from autoremat.torch_private.tensors import tensors_in
 
@@ -134,39 +133,22 @@ def _named(name: str) -> Target:
 
 T = TypeVar("T")
 
-CapturedVisitor = Callable[[fx.GraphModule, Sequence[Any]], Sequence[T]]
-"""Receives each graph that may train as Dynamo captured it, with its inputs. Returns any number of results."""
-
-
-@dataclass
-class _Recorder(Generic[T]):
-    """A Dynamo backend that passes graphs to a visitor and compiles nothing."""
-
-    visit: CapturedVisitor[T]
-    found: list[T] = field(default_factory=list)
-
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        take_names(module)
-        runnable = fake_tensors.copied_module(module)
-        if may_train(module, inputs):
-            self.found.extend(self.visit(module, inputs))
-        now("following the rest of the step")
-        return runnable.forward
-
 
 def trace(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    options: Options,
     device: str | torch.device | None,
-    visit: Callable[[Target, int], CapturedVisitor[T | None]],
+    visit: Callable[[Target, Problem, fx.GraphModule], T | None],
 ) -> tuple[list[T], tuple[str, ...]]:
-    """Returns a visitor's results that are not None (at least one), and notes for the user.
+    """Returns what ``visit`` returns for the graphs that train, without None (at least one), and notes for the user.
 
-    ``model_or_fn(*args, **kwargs)`` is traced and does not run. ``visit`` maps the target and the bytes that exist before the
-    step to the visitor, which receives each graph that may train. Models are found among the arguments, in the closures of a
-    function and in the globals that it names. Raises ``CaptureError`` if nothing can be planned.
+    ``model_or_fn(*args, **kwargs)`` is traced and does not run. ``visit`` receives the device to plan for, and each graph that
+    may train as Dynamo captured it. Models are found among the arguments, in the closures of a function and in the globals that
+    it names. Raises ``CaptureError`` if nothing can be planned, and ``OptionsError`` if the budget is a step profile.
     """
+    refuse_step_profiles(options)
     models = list(dict.fromkeys(model for thing in (model_or_fn, *args, *kwargs.values()) for model in models_in(thing)))
     own = [t for model in models for t in (*model.parameters(), *model.buffers())]
     given = tensors_in((args, dict(kwargs)))
@@ -185,8 +167,16 @@ def trace(
         lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, (tuple(args), dict(kwargs))
     )
     resident = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*own, *given)}.values())
-    recorder = _Recorder(visit(target, resident))
-    notes = list(target.notes)
+    found, notes = list[T | None](), list(target.notes)
+
+    def record(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        take_names(module)
+        runnable = fake_tensors.copied_module(module)
+        if may_train(module, inputs):
+            found.append(visit(target, target.problem(options, module, inputs, resident), module))
+        now("following the rest of the step")
+        return runnable.forward
+
     breaks, reasons = graph_breaks(), frames.reasons.count
     listen()
     with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode, warnings.catch_warnings():
@@ -194,12 +184,12 @@ def trace(
             warnings.filterwarnings("ignore", "CUDA is not available or torch_xla is imported", UserWarning)
         try:
             now("tracing the step")
-            fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
+            fake_tensors.compiled_by(_fresh(model_or_fn), record)(*fake_args, **fake_kwargs)
         except Exception as error:  # raised by the model's code, torch's tracing or the visitor
-            notes.append(_stopped(error, bool(recorder.found)))
+            notes.append(_stopped(error, bool(found)))
     if graph_breaks() - breaks:  # Dynamo counts a break more than once
         notes.append(f"Dynamo broke graphs: {BETWEEN_GRAPHS}")
-    return _results(recorder.found, reasons), tuple(notes)
+    return _results(found, reasons), tuple(notes)
 
 
 def _results(found: list[T | None], reasons: int) -> list[T]:
@@ -221,7 +211,7 @@ def _stopped(error: Exception, found: bool) -> str:
     for cause in causes(error):
         if isinstance(cause, (AutorematError, Warning)):  # users can turn warnings into errors
             raise cause from None
-    inner = getattr(error, "inner_exception", error)
+    inner = unwrapped(error)
     if isinstance(error, fake_tensors.FAILED_OP):
         *_, inner = causes(error)
     message = str(inner).strip().partition("\n")[0]
@@ -261,35 +251,33 @@ def _borrowed(
         yield
     finally:
         for container, before in kept:
-            if list(map(id, _items(container))) != list(map(id, before)):
+            if list(map(id, _items(container))) != list(map(id, _items(before))):
                 container.clear()
-                refill = dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
-                (container.extend if isinstance(container, (list, deque)) else container.update)(refill)
+                (container.extend if isinstance(container, (list, deque)) else container.update)(before)
 
 
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
 """Types of containers that are restored. Derived types are left out, because they may refuse to be cleared and refilled."""
 
 
-def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
-    """Returns the containers that ``roots`` are or lead to, dicts of attributes included, with their contents."""
-    found: dict[int, tuple[Any, list[object]]] = {}
+def _contents(roots: Sequence[object]) -> list[tuple[Any, Any]]:
+    """Returns the containers that ``roots`` are or lead to, dicts of attributes included, each with a copy."""
+    found: dict[int, tuple[Any, Any]] = {}
     level = list(roots)
     for _ in range(frames.REACH + 2):  # dicts of attributes are levels too
         inner: list[object] = []
         for thing in level:
-            if (
-                isinstance(thing, (str, bytes, int, float, torch.Tensor, type, types.ModuleType, type(None)))
-                or id(thing) in found
-            ):
+            if id(thing) in found or isinstance(thing, (torch.Tensor, type, types.ModuleType)):
                 continue
             if type(thing) in _CONTAINERS:
-                found[id(thing)] = (thing, _items(thing))
-                inner += thing.values() if isinstance(thing, dict) else _items(thing)
-            elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial, tuple)):
+                found[id(thing)] = (thing, copy.copy(thing))
                 inner += frames.parts_of(thing)
-            elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
-                inner.append(attributes)
+            elif hasattr(thing, "__dict__") and not isinstance(
+                thing, (types.FunctionType, types.MethodType, functools.partial)
+            ):
+                inner.append(vars(thing))
+            else:
+                inner += frames.parts_of(thing)
         level = inner
     return list(found.values())
 
@@ -310,60 +298,3 @@ def models_in(thing: object, depth: int = frames.REACH, seen: set[int] | None = 
         return
     for inner in frames.parts_of(thing):
         yield from models_in(inner, depth - 1, seen)
-
-
-def _refuse_without_code(options: Options, target: Target) -> None:
-    if options.compiler != "inductor":
-        raise OptionsError(
-            f'lower=True: compiler={options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
-        )
-    if target.cuda_name is None:
-        return
-    if target.traced_on.type == "cuda":
-        if datasheet(target.cuda_name) is datasheet(torch.cuda.get_device_name(target.traced_on)):
-            return
-        raise OptionsError(
-            f"lower=True: {target.cuda_name} is another CUDA device than the one here, and Inductor generates code for that "
-            'one. Possible: device="cuda", or CUDA_VISIBLE_DEVICES= (empty) in the environment, which hides the device'
-        )
-    if (datasheet(target.cuda_name) or UNKNOWN_GPU).is_of_rocm:
-        raise OptionsError(
-            f"lower=True: Inductor generates code for {target.cuda_name} only beside such a card. Possible here: lower=False"
-        )
-    if not named_card.generates_triton():
-        raise OptionsError(
-            f"lower=True: code for {target.cuda_name} is Triton code, and the package triton is not installed. Possible: "
-            "pip install triton, or lower=False"
-        )
-
-
-def dry_runs(
-    model_or_fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Options,
-    device: str | torch.device | None,
-) -> tuple[list[Report], tuple[str, ...]]:
-    """Returns the reports of the step's graphs that train, in sequence (at least one), and notes on the dry run.
-
-    Raises ``OptionsError`` if ``compiler`` generates no code, if none can be generated here for the device, or if the budget is
-    a step profile.
-    """
-    refuse_step_profiles(options)
-
-    def visiting(target: Target, resident_bytes: int) -> CapturedVisitor[Report | None]:
-        _refuse_without_code(options, target)
-
-        def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Report | None]:
-            problem = target.problem(options, module, inputs, resident_bytes)
-            request = replace(problem.request, on_planning_error="raise")
-            problem = replace(problem, request=request, module=target.as_on_card(module))
-            with target.tracing(), inductor_lowering.without_kernels():
-                return [compile_graph(problem).report]
-
-        return visit
-
-    found, notes = trace(model_or_fn, args, kwargs, device, visiting)
-    if left_out := [key for key in fake_tensors.RUNS_NOTHING if compilers.asked_config(options).get(key)]:
-        notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
-    return found, notes

@@ -47,7 +47,7 @@ class Step:
         self.chunked, self.on_host, self.host_seconds = chunked, on_host, host_seconds
         self.asked: list[tuple[Options, int]] = []
 
-    def __call__(self, options: Options, args, kwargs) -> Report:
+    def __call__(self, args, kwargs, options: Options) -> Report:
         rows = args[0].shape[0]
         self.asked.append((options, rows))
         stores, chunks = options.host_memory is not None, options.chunk_loss if type(options.chunk_loss) is int else 1
@@ -89,8 +89,8 @@ def test_advice_takes_no_longer_than_the_plan_that_it_follows(monkeypatch):
 
 def test_micro_batches_take_remedies_if_not_even_one_sample_fits_without():
     class Large(Step):
-        def __call__(self, options, args, kwargs):
-            return super().__call__(options, (torch.zeros(8 * args[0].shape[0]),), kwargs)
+        def __call__(self, args, kwargs, options):
+            return super().__call__((torch.zeros(8 * args[0].shape[0]),), kwargs, options)
 
     step = Large(on_host=0.5)
     advice = advise(step, Options(chunk_loss=False), (torch.zeros(8, 2),), {}, refusal(GRADIENTS + 8 * 8 * PER_SAMPLE), 9.0)
@@ -110,9 +110,9 @@ def test_options_of_the_user_stay(options, key):
 
 def test_tiles_are_tried_with_all_others_and_their_number_is_named():
     class Tiled(Step):
-        def __call__(self, options, args, kwargs):
+        def __call__(self, args, kwargs, options):
             rows = args[0].shape[0] // (2 if options.tiles == "auto" else 1)
-            report = super().__call__(options, (torch.zeros(rows, 2),), kwargs)
+            report = super().__call__((torch.zeros(rows, 2),), kwargs, options)
             return dataclasses.replace(report, tiles=16 if options.tiles else 1)
 
     advice = advice_on(Tiled(), 12, chunk_loss=False, store=("device",), accumulate=False)
@@ -132,7 +132,7 @@ def test_gradients_beyond_the_budget_end_it_before_any_trial():
 
 @pytest.mark.parametrize("error", [PlanInvalid("op 3 reads a lost value"), OptionsError("no such host")])
 def test_an_error_of_a_trial_ends_it(error):
-    def explain(options, args, kwargs):
+    def explain(args, kwargs, options):
         raise error
 
     advice = advise(explain, Options(), (torch.zeros(12, 2),), {}, refusal(GRADIENTS + PER_SAMPLE * 12), 9.0)
