@@ -37,10 +37,8 @@ DEFAULT_SIZE = 2**30
 MOST_BYTES = 2**60
 """The most bytes that a file may state for anything."""
 
-EVICTED = ("reports",)
-KINDS = (*EVICTED, "rates", "workspaces", "host_links")
-"""All kinds of files. Only the ``EVICTED`` kinds are deleted for space: a compilation restores them. Measured figures are small
-and stay."""
+KINDS = ("reports", "rates", "workspaces", "host_links")
+"""All kinds of files. Only reports are deleted for space: a compilation restores them. Measured figures are small and stay."""
 
 LEFT_OVER = 3600.0
 """Age in seconds at which a temporary file counts as abandoned by a process that was killed."""
@@ -182,7 +180,7 @@ def size_limit() -> int:
 
 def _evict() -> None:
     """Deletes abandoned temporary files, and the least recently used reports until a tenth of the limit is free."""
-    files = [file for kind in KINDS for file in stored(kind).items() if kind in EVICTED or file[0].suffix == ".tmp"]
+    files = [file for kind in KINDS for file in stored(kind).items() if kind == "reports" or file[0].suffix == ".tmp"]
     limit, forgotten = size_limit(), time.time() - LEFT_OVER
     excess = sum(about.st_size for _, about in files) - limit
     excess += limit // 10 if excess > 0 else 0

@@ -11,6 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoremat.basics.codec import printable
+
 WIDTH = 120
 
 
@@ -19,11 +21,6 @@ def as_text(*parts: RenderableType) -> str:
     out = io.StringIO()
     Console(file=out, width=WIDTH, force_terminal=False).print(Group(*parts))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def printable(text: str) -> str:
-    """Returns ``text`` with control characters escaped, so that it cannot steer a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class PlainTable(Table):

@@ -7,9 +7,10 @@ workers.
 import copyreg
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from autoremat.basics.codec import plain
 from autoremat.basics.units import bytes_apart, format_bytes, least_share, share_bytes, share_text
 
 SUPPORTED_MINORS = range(11, 16)
@@ -158,23 +159,18 @@ class BudgetInfeasible(AutorematError):
         self.occupants = tuple(sorted(self.occupants, key=lambda occupant: -occupant.bytes))
         self.remedies = tuple(filter(None, self.remedies))
         self.parts = tuple((str(name), int(number)) for name, number in self.parts)
-        self._say()
+        self.restate()
 
     def figures(self) -> dict[str, Any]:
         """Returns the arguments that make this error again, as JSON data."""
-        arguments = {one.name: getattr(self, one.name) for one in fields(BudgetInfeasible) if one.init}
-        occupants, parts = [asdict(occupant) for occupant in self.occupants], [list(part) for part in self.parts]
-        return arguments | {"occupants": occupants, "remedies": list(self.remedies), "parts": parts}
-
-    def _say(self) -> None:
-        message = self._message()
-        self.args = (message if self.advice is None else f"{message}\n\n{self.advice}",)
+        return {one.name: plain(getattr(self, one.name)) for one in fields(BudgetInfeasible) if one.init}
 
     def restate(self, **figures: Any) -> "BudgetInfeasible":
         """Returns the error, which from now on names other figures."""
         for name, value in figures.items():
             setattr(self, name, value)
-        self._say()
+        message = self._message()
+        self.args = (message if self.advice is None else f"{message}\n\n{self.advice}",)
         return self
 
     def asked_as(self, share: float | None, reference_bytes: int | None) -> "BudgetInfeasible":

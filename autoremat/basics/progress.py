@@ -33,12 +33,12 @@ def set_default(shown: bool | None) -> None:
 
 
 def progress_wanted() -> bool:
-    """Returns True if progress is to be shown, by the process's setting or else by the environment."""
-    return progress_in_environment() if _default is None else _default
+    """Returns True if progress is to be shown, by the process's setting or else by ``AUTOREMAT_PROGRESS``, True by default.
 
-
-def progress_in_environment() -> bool:
-    """Returns the setting of ``AUTOREMAT_PROGRESS``, True by default. Raises ``OptionsError`` if it is neither 0 nor 1."""
+    Raises ``OptionsError`` if the variable is neither 0 nor 1.
+    """
+    if _default is not None:
+        return _default
     text = environment.said(environment.PROGRESS)
     return not text or flag({"0": False, "1": True}.get(text, text), environment.PROGRESS)
 

@@ -33,7 +33,7 @@ from autoremat.basics.checks import (
     underscored,
 )
 from autoremat.basics.errors import OptionsError, OptionWarning
-from autoremat.basics.progress import progress_in_environment, set_default
+from autoremat.basics.progress import progress_wanted, set_default
 from autoremat.basics.units import BYTE_FORMS, parse_percent
 from autoremat.basics.warn import warn_user
 from autoremat.planner.constraints import policies
@@ -282,7 +282,7 @@ def _environment(given: Collection[str]) -> dict[str, object]:
     checks = {one.name: one.metadata["check"] for one in fields(Options) if one.name in VARIABLES}
     said = {name: environment.said(variable) for name, variable in VARIABLES.items() if name not in given}
     found = {name: checks[name](text, VARIABLES[name]) for name, text in said.items() if text and name != "progress"}
-    return found | ({"progress": progress_in_environment()} if said.get("progress") else {})
+    return found | ({"progress": progress_wanted()} if said.get("progress") else {})
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:

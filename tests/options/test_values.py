@@ -20,6 +20,7 @@ from autoremat.basics import disk_cache, environment
 from autoremat.basics.errors import OptionsError, OptionWarning, PlanFileError
 from autoremat.measure import calibration
 from autoremat.options.options import OWN_KEYS, Options, configure, note_compiled
+from autoremat.request import budgets
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.surroundings import Surroundings
 
@@ -199,9 +200,9 @@ def test_a_bound_on_the_host_is_part_of_the_limits(given, bytes_):
     assert request.forms == (set() if bytes_ is None else {"host", "bits"})
 
 
-def test_auto_is_the_share_of_the_rank():
+def test_auto_is_the_share_of_the_rank(monkeypatch):
     here = Surroundings(CPU, runs_here=False)
-    vars(here)["host_bytes"] = 5 * GIB
+    monkeypatch.setattr(budgets, "share_of_host_memory", lambda: 5 * GIB)
     assert request_of(Options(host_memory=" Auto "), here).limits.host_bytes == 5 * GIB
 
 
