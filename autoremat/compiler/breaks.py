@@ -19,7 +19,7 @@ from autoremat.basics.warn import warn_at
 from autoremat.options.options import Options
 from autoremat.report.text_tables import short_source
 from autoremat.request.budgets import is_profile
-from autoremat.request.surroundings import current_receiver
+from autoremat.request.surroundings import RECEIVER
 from autoremat.torch_private import compilers, dynamo, frames, split_graphs
 from autoremat.torch_private.frames import Compiler, GivenUp
 
@@ -140,7 +140,7 @@ def _gave_up(given: GivenUp) -> None:
         return
     frames.reasons.note(given.code, f"{reason}{place}")
     asked = _asked(given.compiler)
-    if not asked or current_receiver() is not None or not given.trains or _is_told_of(given, full):
+    if not asked or RECEIVER.get() is not None or not given.trains or _is_told_of(given, full):
         return
     if full.startswith(frames.LIMIT):
         limit = next(iter(re.findall(r"Limit type: (\w+)", full)), "recompile_limit")

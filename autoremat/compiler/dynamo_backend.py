@@ -32,7 +32,7 @@ from autoremat.basics.progress import finish, status_if_slow
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
-from autoremat.capture.capture import may_train
+from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.communication import may_communicate
 from autoremat.compiler.breaks import listen, note_on, warn_of_rnn, what_dynamo_said
 from autoremat.compiler.compile_loop import compile_graph
@@ -48,7 +48,7 @@ from autoremat.report.registry import add_report, explain_absence_by, note_graph
 from autoremat.report.report import Report
 from autoremat.request.budgets import is_profile, note_grant, requests_of
 from autoremat.request.request import AS_A_STEP, Request, RequestedLimits
-from autoremat.request.surroundings import Surroundings, current_block, current_receiver
+from autoremat.request.surroundings import BLOCK, RECEIVER, Surroundings
 from autoremat.torch_private import compilers, dynamo, frames, joint_graphs, split_graphs
 from autoremat.torch_private.autograd import backward_node, retraces_backwards
 from autoremat.torch_private.compilers import trace_artifact
@@ -123,7 +123,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
     A receiver of this thread makes it instead.
     """
     source_info.take_names(gm)
-    receiver = current_receiver()
+    receiver = RECEIVER.get()
     if receiver is None:
         _warn_without_backward(gm, inputs, options, is_explicit)
         warn_of_rnn(gm, options.memory_budget)
@@ -134,7 +134,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
         return compilers.compile_with_inductor(gm, inputs, patches)
     if receiver is not None:
         return receiver(gm, inputs, patches)
-    around = Surroundings.of(gm, inputs)
+    around = Surroundings(device_of_inputs(gm, inputs), gm, inputs)
     if options.compiler == "inductor" and around.device.type == "cpu":
         compilers.require_cpp_compiler(patches)  # an error before anything is measured and planned
     whole = replace(options, early_gradients=False, hooks_free_gradients=False)
@@ -151,7 +151,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
                 codes[number] = _compile_request(Problem(request, module, inputs, patches), around)
             code_of = {block: codes[id(request)] for block, request in requests.items()}
             first = next(iter(code_of.values()))
-            compiled = first if len(codes) == 1 else lambda *args: code_of.get(current_block(), first)(*args)
+            compiled = first if len(codes) == 1 else lambda *args: code_of.get(BLOCK.get(), first)(*args)
     except Exception as error:
         if find_cause(error, BudgetInfeasible) is None or options.on_infeasible or not around.evaluates:
             raise

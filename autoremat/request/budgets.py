@@ -5,8 +5,9 @@ Every front door asks it, and nothing behind it sees a budget as users write it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -52,7 +53,20 @@ def requests_of(options: Options, around: Surroundings) -> Mapping[int | None, R
                 BudgetWarning,
             )
         return {None: _in_profile(profile, profile.budget_bytes, options, around)}
-    found = {share: _of_share(share, profile, options, around) for share in dict.fromkeys(shares.values())}
+    if set(shares.values()) - {None}:
+        if options.open_calls != OpenCalls():
+            warn_of_open_calls()
+        if profile.step.host_bytes is None and options.host_memory is not None:
+            warn_user(
+                "host_memory has no effect under a step profile without it: pass it to profile_step, in `options`",
+                OptionWarning,
+            )
+    advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
+    found = {
+        share: _in_profile(profile, None, options, around) if share is None  # of a profile without a budget
+        else request_of_share(share, profile, options, advice)
+        for share in dict.fromkeys(shares.values())
+    }  # fmt: skip
     return {block: found[share] for block, share in shares.items()}
 
 
@@ -82,14 +96,13 @@ def request_of_recording(options: Options) -> Request:
     cannot be planned is an error. Raises ``OptionsError`` for limits that a step cannot share out.
     """
     share = None if options.memory_budget is None else 1.0
-    host = _host_bytes(options, share_of_host_memory)
-    limits = RequestedLimits(reference_share=share, max_slowdown=options.max_slowdown, host_bytes=host)
+    limits = RequestedLimits(reference_share=share, max_slowdown=options.max_slowdown, host_bytes=_host_bytes(options))
     limits.refuse_beside_peak("a step profile")
     return Request.of(options, limits, OpenCalls())
 
 
 def _limits_of(options: Options, around: Surroundings, calls: OpenCalls) -> RequestedLimits:
-    limits = RequestedLimits(max_slowdown=options.max_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
+    limits = RequestedLimits(max_slowdown=options.max_slowdown, host_bytes=_host_bytes(options))
     match options.memory_budget:
         case DeviceBudget() as device:
             ledger = device.of_graph(around.given_bytes, calls.accumulates)
@@ -111,9 +124,9 @@ def _limits_of(options: Options, around: Surroundings, calls: OpenCalls) -> Requ
     raise AssertionError(f"{options.memory_budget!r} is resolved for each graph by itself")
 
 
-def _host_bytes(options: Options, own_share: Callable[[], int]) -> int | None:
-    """Returns the bound on the bytes on the host, which is ``own_share()`` for "auto"; None to keep nothing there."""
-    return own_share() if options.host_memory == "auto" else None if options.host_memory is None else int(options.host_memory)
+def _host_bytes(options: Options) -> int | None:
+    """Returns the bound on the bytes on the host; None to keep nothing there."""
+    return share_of_host_memory() if options.host_memory == "auto" else cast("int | None", options.host_memory)
 
 
 def _limits_on_device(limits: RequestedLimits, ledger: DeviceBudget, options: Options) -> RequestedLimits:
@@ -135,7 +148,7 @@ def _limits_on_device(limits: RequestedLimits, ledger: DeviceBudget, options: Op
 
 def _free_bytes(options: Options, around: Surroundings) -> int:
     """Returns the free bytes of the device. Raises ``OptionsError`` if there is no device, or nothing free on it."""
-    free, headroom = around.free_bytes, options.auto_headroom
+    free, headroom = around.free_bytes_of(around.device), options.auto_headroom
     if free is None:
         raise OptionsError(
             f'memory_budget="auto" needs a CUDA device, and the model is on none. Accepted elsewhere: {FORMS_ANYWHERE}'
@@ -147,21 +160,6 @@ def _free_bytes(options: Options, around: Surroundings) -> int:
             "Free device memory, lower `auto_headroom`, or give the budget in bytes."
         )
     return free
-
-
-def _of_share(share: Share | None, profile: StepProfile, options: Options, around: Surroundings) -> Request:
-    """Returns the request of a graph with a share in the budget of a profiled step; None for a profile without a budget."""
-    if share is None:
-        return _in_profile(profile, None, options, around)
-    if options.open_calls != OpenCalls():
-        warn_of_open_calls()
-    host = profile.step.host_bytes
-    if host is None and options.host_memory is not None:
-        warn_user(
-            "host_memory has no effect under a step profile that was made without it: pass it to profile_step, in `options`",
-            OptionWarning,
-        )
-    return request_of_share(share, profile, options, () if around.block is None else (ADVICE_FOR_A_BLOCK,))
 
 
 def request_of_share(share: Share, profile: StepProfile, options: Options, advice: tuple[str, ...]) -> Request:

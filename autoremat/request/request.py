@@ -46,19 +46,14 @@ class RequestedLimits:
         return self.peak_bytes is not None or self.reference_share is not None
 
     @property
-    def beside_peak(self) -> tuple[str, ...]:
-        """The names of other limits. Only a graph by itself can keep them: a step of several graphs shares out peaks."""
-        return tuple(f.name for f in fields(self) if f.name not in OF_PEAK and getattr(self, f.name) != f.default)
-
-    @property
     def is_bounded(self) -> bool:
         """True if there is any limit beyond that on the host, which others need."""
-        return self.bounds_peak or bool(self.beside_peak)
+        return self.bounds_peak or self.max_slowdown is not None
 
     def refuse_beside_peak(self, who: str) -> None:
-        """Raises ``OptionsError`` for limits that have no effect, because ``who`` shares out bytes among several graphs."""
-        for name in self.beside_peak:
-            raise OptionsError(f"{name} bounds one graph, and {who} shares out bytes among several: leave one of them out")
+        """Raises ``OptionsError`` for ``max_slowdown``, because ``who`` shares out bytes among several graphs."""
+        if self.max_slowdown is not None:
+            raise OptionsError(f"max_slowdown bounds one graph, and {who} shares out bytes among several: leave one out")
 
     @property
     def takes_whole_reference(self) -> bool:
@@ -75,9 +70,6 @@ class RequestedLimits:
         """Returns the advice for an error whose minimum peak exceeds the budget by ``excess_bytes``."""
         return self.advice if self.ledger is None else (*self.advice, self.ledger.advice_for(excess_bytes))
 
-
-OF_PEAK = frozenset(["peak_bytes", "reference_share", "granted_bytes", "step_share", "host_bytes", "ledger", "advice"])
-"""The limits that a step of several graphs can share out, and their origin."""
 
 HELD_ELSEWHERE = frozenset(
     ["memory_budget", "auto_headroom", "max_slowdown", "host_memory", "on_infeasible", "on_planning_error", "in_flight"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,23 +16,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.source_info import graph_key
 from autoremat.device_memory.inventory import rows_to_come
-from autoremat.measure.calibration import share_of_host_memory
 from autoremat.planner.multigraph.device_budget import LedgerRow
 from autoremat.torch_private import dynamo, frames
-from autoremat.torch_private.hooks import held
 
 FREE_STEP = 64 * 2**20
 """Bytes to a multiple of which the free bytes of a device are rounded down."""
 
-_block: ContextVar[int | None] = ContextVar("autoremat_block", default=None)
+BLOCK: ContextVar[int | None] = ContextVar("autoremat_block", default=None)
+"""The number of the block whose forward runs in this thread; None outside of the blocks of ``compile_blocks``."""
 
 Receiver = Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]], Callable[..., Any]]
 """Returns a callable for a graph with inputs, under settings of Inductor, in place of the compiler."""
 
-_receiver: ContextVar[Receiver | None] = ContextVar("autoremat_receiver", default=None)
+RECEIVER: ContextVar[Receiver | None] = ContextVar("autoremat_receiver", default=None)
+"""What receives the graphs of this thread, and of its backwards, in place of the compiler; None without a step profile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +51,6 @@ class Surroundings:
     runs_here: bool = True
     """False if another process or machine runs the graph: it has no block, live optimizers or earlier graphs here."""
 
-    @classmethod
-    def of(cls, module: fx.GraphModule, inputs: Sequence[Any]) -> Surroundings:
-        """Returns the surroundings of a graph that Dynamo captures now."""
-        return cls(device_of_inputs(module, inputs), module, inputs)
-
     @cached_property
     def key(self) -> str:
         """Hash of the graph, by which a step profile knows it."""
@@ -71,16 +64,6 @@ class Surroundings:
         return dynamo.passed_bytes(self.module, self.inputs, self.device, self.is_card or self.device.type == "cuda")
 
     @cached_property
-    def free_bytes(self) -> int | None:
-        """Bytes that the step could allocate on the device now; None if they are unknown."""
-        return self.free_bytes_of(self.device)
-
-    @cached_property
-    def host_bytes(self) -> int:
-        """Bytes that this rank may keep on the host by itself."""
-        return share_of_host_memory()
-
-    @cached_property
     def optimizer_rows(self) -> tuple[LedgerRow, ...]:
         """Memory that live optimizers of this process will allocate on the device."""
         return rows_to_come(self.device) if self.runs_here else ()
@@ -88,7 +71,7 @@ class Surroundings:
     @cached_property
     def block(self) -> int | None:
         """The number of the block whose forward runs; None outside of the blocks of ``compile_blocks``."""
-        return current_block() if self.runs_here else None
+        return BLOCK.get() if self.runs_here else None
 
     @cached_property
     def why_broken(self) -> str | None:
@@ -132,23 +115,3 @@ def free_device_bytes(device: torch.device) -> int | None:
     usable = int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     # Round down, so that a second compilation finds the same budget, and so the same plan, in the caches.
     return usable // FREE_STEP * FREE_STEP
-
-
-def current_block() -> int | None:
-    """Returns the number of the block whose forward runs in this thread; None outside of the blocks of ``compile_blocks``."""
-    return _block.get()
-
-
-def running_block(number: int) -> AbstractContextManager[None]:
-    """Names the block whose forward is the body."""
-    return held(_block, number)
-
-
-def current_receiver() -> Receiver | None:
-    """Returns what receives the graphs of this thread in place of the compiler, for a step profile; None if nothing does."""
-    return _receiver.get()
-
-
-def received_by(receiver: Receiver) -> AbstractContextManager[None]:
-    """Hands the graphs of this thread to ``receiver`` while the body runs, also in threads that run its backwards."""
-    return held(_receiver, receiver)

@@ -30,10 +30,11 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.request.budgets import is_profile, refuse_open_calls, request_of
-from autoremat.request.surroundings import Surroundings, current_block, current_receiver, received_by, running_block
+from autoremat.request.surroundings import BLOCK, RECEIVER, Surroundings
 from autoremat.step_profile.profile import recorded_step, variants_of
 from autoremat.step_profile.recording import FirstSteps
 from autoremat.torch_private import autograd, compilers
+from autoremat.torch_private.hooks import held
 
 log = logging.getLogger("autoremat")
 
@@ -143,11 +144,11 @@ class CompiledBlocks(Shown):
             return autograd.call_without_compiling(block, *args, **kwargs)
         if not torch.is_grad_enabled():
             return self._without_plan(block, *args, **kwargs)
-        with running_block(number):
-            if current_receiver() is not None:  # profile_step
+        with held(BLOCK, number):
+            if RECEIVER.get() is not None:  # profile_step
                 return self._recorded(block, *args, **kwargs)
             if self._first_steps is not None and not self._may_plan(self._first_steps):
-                with received_by(self._first_steps.compile):
+                with held(RECEIVER, self._first_steps.compile):
                     return self._recorded(block, *args, **kwargs)
             return self._planned(block, *args, **kwargs)
 
@@ -215,7 +216,7 @@ class CompiledBlocks(Shown):
                     return backend(gm, inputs, **keywords)
                 except Exception as error:
                     # Not by another call of the block: with a graph break, what precedes this graph has run.
-                    if not self._gives_way(current_block(), error):
+                    if not self._gives_way(BLOCK.get(), error):
                         raise
                 keywords = {**keywords, "options": {**given, "memory_budget": self._profile}}
 
@@ -248,7 +249,7 @@ def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _warn_of_recompilation() -> None:
-    number = current_block()
+    number = BLOCK.get()
     warn_user(
         f"the graph of block {number} is compiled again, although an equal block has it: Dynamo found a difference between the "
         "two, such as a number of the layer that the forward reads. TORCH_LOGS=recompiles names it. Beyond "

@@ -24,9 +24,10 @@ from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step import CODE_HEADROOM, Step
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.request.budgets import is_profile, refuse_open_calls, request_of
-from autoremat.request.surroundings import Surroundings, received_by
+from autoremat.request.surroundings import RECEIVER, Surroundings
 from autoremat.step_profile.recording import Recording, meter_of
 from autoremat.torch_private import autograd, compilers, frames
+from autoremat.torch_private.hooks import held
 from autoremat.torch_private.tensors import tensors_in
 
 
@@ -69,7 +70,7 @@ def profile_step(
     is_whole = not (_holds_compiled(function) if regional is None else regional)
     taken = Recording(parsed)
     with status_if_slow("profiling the step", shown=parsed.progress):
-        with _compiled_anew(), received_by(taken.compile), _undone(function):
+        with _compiled_anew(), held(RECEIVER, taken.compile), _undone(function):
             step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None) if is_whole else function
             # Under fully_shard these are the shards, which receive the gradients, and no leaves of the loss.
             parameters = [parameter for module in _modules_of(function) for parameter in module.parameters()]
@@ -175,10 +176,10 @@ def _modules_of(function: Any) -> list[nn.Module]:
     """Returns the modules that ``function`` is, is bound to, closes over or names as globals."""
     if isinstance(function, nn.Module):
         return [function]
-    held = frames.parts_of(function)
+    parts = frames.parts_of(function)
     if isinstance(function, functools.partial | MethodType):
-        return [module for part in held for module in _modules_of(part)]
-    return [part for part in held if isinstance(part, nn.Module)]
+        return [module for part in parts for module in _modules_of(part)]
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _holds_compiled(function: Any) -> bool:

@@ -31,7 +31,7 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.plans.limits import output_bytes, point_of
 from autoremat.request.budgets import request_of_recording
-from autoremat.request.surroundings import current_block, current_receiver
+from autoremat.request.surroundings import BLOCK, RECEIVER
 from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
 from autoremat.torch_private.hooks import around_backward, untraced, when_dropped
@@ -148,10 +148,10 @@ class Recording:
 
         Calls of threads that do not belong to the profiled step are not recorded.
         """
-        if current_receiver() != self.compile:
+        if RECEIVER.get() != self.compile:
             return compiled(*args)
         call = len(self.calls)
-        self.calls.append(Caller(graph, current_block()))
+        self.calls.append(Caller(graph, BLOCK.get()))
         self.note(Event(call, backward=False, begins=True))
         packed = None
         try:
@@ -272,7 +272,7 @@ class FirstSteps(Recording):
         No profiler starts in the call in which another one stops, so such a step is not measured. Dynamo's record of this
         region is open. At its end torch would write into the memory of the first profiler, because the second one runs.
         """
-        if current_receiver() == self.compile and self.moments_found is None:
+        if RECEIVER.get() == self.compile and self.moments_found is None:
             # Abandoned are calls that have had no backward, or one that failed, if none can follow.
             none_follows = bool(self.calls) and not self.waiting and autograd.backward_number() is None
             ends = self.has_ended or (none_follows and (self.in_pass or not self.passes))

@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 import autoremat
 from autoremat.compiler import compile_loop
 from autoremat.options.options import Options
-from autoremat.request.surroundings import current_receiver, received_by
+from autoremat.request.surroundings import RECEIVER
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import compilers, hooks, inductor_lowering, symbolic_sizes
+from autoremat.torch_private.hooks import held
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -54,12 +55,12 @@ def test_a_hook_acts_in_the_thread_that_set_it():
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     made = Recording(Options())
-    with received_by(made.compile), symbolic_sizes.planned_for(sizes):
-        assert current_receiver() == made.compile
-        assert elsewhere(current_receiver) is None
+    with held(RECEIVER, made.compile), symbolic_sizes.planned_for(sizes):
+        assert RECEIVER.get() == made.compile
+        assert elsewhere(RECEIVER.get) is None
         assert symbolic_sizes.planned_identity() == "[('s0', 2, 64)]"
         assert elsewhere(symbolic_sizes.planned_identity) == "[]"
-    assert current_receiver() is None
+    assert RECEIVER.get() is None
 
 
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from autoremat import BudgetWarning, Options, OptionsError, OptionWarning
 from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.request import AS_A_STEP, RequestedLimits
-from autoremat.request.surroundings import running_block
+from autoremat.request.surroundings import BLOCK
+from autoremat.torch_private.hooks import held
 
 MODULE = fx.symbolic_trace(nn.Identity())
 
@@ -34,20 +35,9 @@ def test_each_kind_of_budget_has_its_limits(budget, limits):
     assert request_with(Options(memory_budget=budget, max_slowdown=0.5)).limits == replace(limits, max_slowdown=0.5)
 
 
-@dataclass(frozen=True)
-class OtherLimits(RequestedLimits):
-    saved_bytes: int | None = None
-
-
 def test_a_limit_that_is_no_peak_is_refused_where_a_step_shares_out_bytes():
-    limits = OtherLimits(4096, saved_bytes=5)
-    assert (limits.is_bounded, OtherLimits(saved_bytes=5).is_bounded, OtherLimits(host_bytes=5).is_bounded) == (
-        True,
-        True,
-        False,
-    )
-    with pytest.raises(OptionsError, match="saved_bytes bounds one graph, and a step profile shares out bytes"):
-        limits.refuse_beside_peak("a step profile")
+    assert RequestedLimits(max_slowdown=0.1).is_bounded
+    assert not RequestedLimits(host_bytes=5).is_bounded
     with pytest.raises(OptionsError, match="max_slowdown bounds one graph"):
         autoremat.profile_step(nn.Linear(2, 2), torch.ones(2, 2), options={"max_slowdown": 0.1})
     with pytest.raises(OptionsError, match="max_slowdown bounds one graph"):
@@ -82,7 +72,7 @@ def test_open_calls_have_no_effect_under_a_share_of_a_step_alone():
 
 
 def test_blocks_with_one_share_have_one_request():
-    with running_block(1):
+    with held(BLOCK, 1):
         requests = requests_of(Options(memory_budget=profile(8192, (0, 1))), around())
     assert set(requests) == {0, 1}
     assert requests[0] is requests[1]
