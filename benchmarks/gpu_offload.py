@@ -21,7 +21,7 @@ from peaks import mebibytes
 from rich.table import Table
 
 import autoremat
-from autoremat import host_memory
+from autoremat.host_memory.links import link_of
 from autoremat.measure.links import host_link_of
 from autoremat.planner.cost.links import PLANNED_SHARE, assumed_host_link
 from autoremat.planner.cost.stalls import stalls_of
@@ -89,9 +89,10 @@ def planned(work: Workload, budget: int, expected: Sequence[torch.Tensor], **opt
     """Returns the step under a budget with its figures but its time. The smallest peak replaces a budget that is too small."""
     step, result, budget, _ = prepared_ours(work, budget, **options)
     report = autoremat.reports()[-1]
-    before = host_memory.statistics(Device.chosen)
+    link = link_of(torch.empty(0, device=Device.chosen).device)
+    before = dict(link.moved)
     error = largest_difference(gradients_of(work, step), expected)
-    after, plan = host_memory.statistics(Device.chosen), report.plan
+    plan = report.plan
     return step, Planned(
         result=result,
         budget_bytes=budget,
@@ -100,9 +101,9 @@ def planned(work: Workload, budget: int, expected: Sequence[torch.Tensor], **opt
         stall_seconds=report.stall_seconds,
         stall_seconds_at_best=stalls_of(plan.graph, plan.schedule, 1 / PLANNED_SHARE).seconds,
         planned_moved_bytes=report.moved_bytes,
-        to_host_bytes=after.to_host_bytes - before.to_host_bytes,
-        from_host_bytes=after.from_host_bytes - before.from_host_bytes,
-        held_bytes=after.held_bytes,
+        to_host_bytes=link.moved["to_host_bytes"] - before["to_host_bytes"],
+        from_host_bytes=link.moved["from_host_bytes"] - before["from_host_bytes"],
+        held_bytes=link.pool.held_bytes,
         gradient_error=error,
     )
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import stays
 import torch
 from oracles import Outcome, differences, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat import host_memory, track_peak
+from autoremat import track_peak
 
 AMPLE, SCARCE = 2**30, 2**18
 TANGENT_BYTES = 512
@@ -159,17 +160,17 @@ class Cells:
         least, most = ends.minimum_peak_bytes + ends.code_headroom_bytes, ends.baseline_peak_bytes + ends.code_headroom_bytes
         bytes_ = {"least": least, "middle": (least + most) // 2, "loose": (least + 4 * most) // 5}[budget]
         compiled, outcome = self._trained({**allowed, "memory_budget": bytes_})
-        report, before = autoremat.reports()[-1], host_memory.statistics("cpu")
+        report, before = autoremat.reports()[-1], stays.statistics("cpu")
         compiled.zero_grad(set_to_none=True)
         with track_peak("cpu") as peak:
             compiled(self.x).backward()
-        done = host_memory.statistics("cpu")
-        totals = {total.form: total.tensors for total in report.stored.totals} if report.stored else {}
+        done = stays.statistics("cpu")
+        forms = [stay.form for stay in report.plan.schedule.stays]
         return Cell(
             model=self.name, compiler=self.compiler, store=store, budget=budget, budget_bytes=bytes_,
             peak_bytes=report.peak_bytes - report.code_headroom_bytes, headroom_bytes=report.code_headroom_bytes,
             measured_bytes=peak.bytes, host_memory=host, host_bytes=report.host_peak_bytes, held_bytes=done.held_bytes,
-            to_host_bytes=done.to_host_bytes - before.to_host_bytes, packed=totals.get("bits", 0),
+            to_host_bytes=done.to_host_bytes - before.to_host_bytes, packed=forms.count("bits"),
             from_host_bytes=done.from_host_bytes - before.from_host_bytes,
             equal_bits=not differences(outcome, self.reference), close=_is_close(outcome, self.reference),
         )  # fmt: skip

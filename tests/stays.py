@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
+import torch
 from captured import Seen
 
 from autoremat import host_memory
@@ -15,6 +16,7 @@ from autoremat.capture import forms
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planned_graph import PlannedGraph
+from autoremat.host_memory.links import link_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Role, Transfer, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
@@ -28,6 +30,22 @@ Choose = Callable[[Graph, Schedule], Schedule]
 
 def host_form(size: int) -> Form:
     return Form("host", Transfer(Engine.TO_HOST, 0.0), Transfer(Engine.FROM_HOST, 0.0), host_bytes=size)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The bytes on the host for one device: of all buffers, of those that hold a copy, and what was moved."""
+
+    held_bytes: int = 0
+    used_bytes: int = 0
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
+
+
+def statistics(device: torch.device | str) -> Statistics:
+    link = link_of(torch.empty(0, device=device).device)  # of the current card, if no number is named
+    unused = sum(size * len(free) for size, free in list(link.pool._free.items()))
+    return Statistics(link.pool.held_bytes, link.pool.held_bytes - unused, **link.moved)
 
 
 def bytes_of_stays(report: Report) -> int:

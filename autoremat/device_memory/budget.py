@@ -81,11 +81,12 @@ def device_budget(
     outside = whole.context_bytes() if context is None else bytes_given(context, "context", BYTES_FORMS)
     rows = [LedgerRow("context and libraries", outside)]
     rows += rows_of_models(modules, inventory, kept, flag(hooks_free_gradients, "hooks_free_gradients"))
-    memory = _optimizer_memory(optimizer, whole)
-    rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))
+    memory, advice = _optimizer_memory(optimizer, whole)
+    rows += [] if memory is None else memory.rows(advice)
     rows += inventory.rows_of_others(others or {})
     notes = (*whole.notes, *(() if memory is None else memory.notes))
-    free = whole.reserve_bytes if reserve is None else bytes_given(reserve, "reserve", BYTES_FORMS)
+    kept_free = RESERVE if whole.is_cuda else CPU_RESERVE
+    free = kept_free if reserve is None else bytes_given(reserve, "reserve", BYTES_FORMS)
     return DeviceBudget(whole.total_bytes(total), (), free, whole.name, count, notes).with_rows(*rows)
 
 
@@ -110,10 +111,6 @@ class _WholeDevice:
     @property
     def rounding(self) -> int:
         return ROUNDING if self.is_cuda else 1
-
-    @property
-    def reserve_bytes(self) -> int:
-        return RESERVE if self.is_cuda else CPU_RESERVE
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -173,20 +170,17 @@ def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False
     return _WholeDevice(name, "cuda", is_cuda=True, index=index, moved=moved)
 
 
-def _optimizer_memory(optimizer: object, whole: _WholeDevice) -> OptimizerMemory | None:
+def _optimizer_memory(optimizer: object, whole: _WholeDevice) -> tuple[OptimizerMemory | None, str]:
+    """Returns the memory of the optimizers, and what lowers the bytes of their temporary tensors."""
     if optimizer is None or isinstance(optimizer, OptimizerMemory):
-        return optimizer
+        return optimizer, ""
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     several = [one for one in given if isinstance(one, Optimizer)]
     if len(several) < len(given):
         raise refused("optimizer", optimizer, OPTIMIZER_FORMS)
-    to = torch.device(whole.device_type) if whole.moved else None
-    return optimizer_memory(several, whole.device_type, whole.rounding, to, whole.stands_for_cuda)
-
-
-def _fewer_temporaries(optimizer: object) -> str:
-    several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    groups = [group for one in several if isinstance(one, Optimizer) for group in one.param_groups]
+    groups = [group for one in several for group in one.param_groups]
+    advice = "foreach=False has those of one parameter at a time" if any("foreach" in group for group in groups) else ""
     if any("fused" in group and not group["fused"] for group in groups):
-        return "fused=True has none, and foreach=False has those of one parameter at a time"
-    return "foreach=False has those of one parameter at a time" if any("foreach" in group for group in groups) else ""
+        advice = "fused=True has none, and foreach=False has those of one parameter at a time"
+    to = torch.device(whole.device_type) if whole.moved else None
+    return optimizer_memory(several, whole.device_type, whole.rounding, to, whole.stands_for_cuda), advice

@@ -1,15 +1,14 @@
 """Counts tensors that exist beside a plan, and predicts those of optimizers; has the ledger's rows for both.
 
-A way to distribute a step has one function here, which looks for it in the models and returns what it holds. ``STRATEGIES``
-has all of them. An optimizer's memory is predicted by running its own ``step`` on fake tensors: ``memory_budget="auto"`` must
-not hand out the state of the optimizers of this process before it exists.
+What a way to distribute a step holds has a row in :func:`rows_of_models`. An optimizer's memory is predicted by running its own
+``step`` on fake tensors: ``memory_budget="auto"`` must not hand out their state before it exists.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from autoremat.basics.checks import as_int, refused, text_to_bytes
+from autoremat.basics.checks import as_int, bytes_given, refused
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable
 from autoremat.basics.units import rounded
 from autoremat.basics.warn import warn_user
@@ -80,10 +79,8 @@ class Inventory:
         for name, value in others.items():
             if isinstance(value, nn.Module):
                 size = self.bytes_of((*value.parameters(), *value.buffers()))
-            elif isinstance(value, str):
-                size = text_to_bytes(value, f"others[{name!r}]", OTHER_FORMS)
-            elif not isinstance(value, torch.Tensor) and (count := as_int(value)) is not None and count >= 0:
-                size = count
+            elif isinstance(value, str) or (not isinstance(value, torch.Tensor) and as_int(value) is not None):
+                size = bytes_given(value, f"others[{name!r}]", OTHER_FORMS)
             else:
                 leaves = torch.utils._pytree.tree_leaves(value)
                 if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -96,33 +93,15 @@ FEWER_PARAMETERS = "hold parameters in fewer bits, or shard them (FSDP2's fully_
 FEWER_GRADIENTS = "train fewer parameters (LoRA, frozen layers), or run the optimizer in the backward, which frees each early"
 
 
-Held = tuple[LedgerRow, frozenset[int]]
-"""What a way to distribute a step holds on a device, a row of no bytes for nothing, and the identities of the parameters whose
-gradients are part of that memory."""
-
-
-def data_parallel(models: Sequence[nn.Module], inventory: Inventory) -> Held:
-    """Returns what ``DistributedDataParallel`` holds: buckets of all gradients, which may be views of them."""
-    parallel = [model for model in models if isinstance(model, DistributedDataParallel)]
-    views = frozenset(id(p) for model in parallel if model.gradient_as_bucket_view for p in model.parameters())
-    size = inventory.gradient_bytes(p for model in parallel for p in model.parameters())
-    advice = "" if views else "gradient_as_bucket_view=True makes gradients views of the buckets"
-    return LedgerRow("buckets of DistributedDataParallel", size, remedy=advice), views
-
-
-def fully_sharded(models: Sequence[nn.Module], inventory: Inventory) -> Held:
+def _gathered_bytes(models: Sequence[nn.Module]) -> int:
     """Returns what ``fully_shard`` holds at most: groups that stay, the running, the next and the reduced one."""
-    size = 0
+    total = 0
     for model in models:
         groups = list(gathered_groups(model))
         freed = sorted((size for size, is_freed in groups if is_freed), reverse=True)
-        size += sum(size for size, is_freed in groups if not is_freed) + sum(freed[:2])
-        size += max((size for size, _ in groups), default=0)
-    return LedgerRow("gathered parameters of fully_shard", size, COMPILED, "shard smaller modules"), frozenset()
-
-
-STRATEGIES: Sequence[Callable[[Sequence[nn.Module], Inventory], Held]] = (data_parallel, fully_sharded)
-"""The ways to distribute a step that hold memory of their own. Local SGD holds its own in the optimizer's step."""
+        total += sum(size for size, is_freed in groups if not is_freed) + sum(freed[:2])
+        total += max((size for size, _ in groups), default=0)
+    return total
 
 
 def rows_of_models(
@@ -136,9 +115,12 @@ def rows_of_models(
     parameters = {id(p): p for model in models for p in model.parameters()}
     yield LedgerRow("parameters", inventory.bytes_of(parameters.values()), remedy=FEWER_PARAMETERS)
     yield LedgerRow("buffers", inventory.bytes_of(buffer for model in models for buffer in model.buffers()))
-    held = [strategy(models, inventory) for strategy in STRATEGIES]
-    yield from (row for row, _ in held)
-    counted = {key for _, gradients in held for key in gradients}
+    parallel = [model for model in models if isinstance(model, DistributedDataParallel)]
+    counted = {id(p) for model in parallel if model.gradient_as_bucket_view for p in model.parameters()}  # views of the buckets
+    size = inventory.gradient_bytes(p for model in parallel for p in model.parameters())
+    advice = "" if counted else "gradient_as_bucket_view=True makes gradients views of the buckets"
+    yield LedgerRow("buckets of DistributedDataParallel", size, remedy=advice)
+    yield LedgerRow("gathered parameters of fully_shard", _gathered_bytes(models), COMPILED, "shard smaller modules")
     counted |= {id(p) for p in parameters.values() if hooks_free and hooks_after_gradients(p)}
     size = inventory.gradient_bytes(p for p in parameters.values() if id(p) not in counted)
     yield LedgerRow("gradients", size, UPDATES, FEWER_GRADIENTS)

@@ -7,10 +7,8 @@ from contextvars import ContextVar
 
 import torch
 
-from autoremat.host_memory.links import Statistics as Statistics
 from autoremat.host_memory.links import moved as moved
 from autoremat.host_memory.links import release as release
-from autoremat.host_memory.links import statistics as statistics
 from autoremat.torch_private.hooks import held
 
 _stands_in: ContextVar[bool] = ContextVar("autoremat_host_memory_stands_in", default=False)

@@ -14,7 +14,6 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -86,26 +85,17 @@ class Pool:
         try:
             buffer = free.pop()
         except IndexError:
-            buffer = self._grow(size)
+            buffer = Buffer(size, self.device)
+            with self._growing:
+                self.held_bytes += size
+                self._by_address[buffer.address] = buffer
         lent = buffer.memory[:]  # an object of its own, which the tensor's storage keeps
         when_dropped(lent, _give_back, buffer, free)
         return torch.from_numpy(lent)
 
-    def _grow(self, size: int) -> Buffer:
-        buffer = Buffer(size, self.device)
-        with self._growing:
-            self.held_bytes += size
-            self._by_address[buffer.address] = buffer
-        return buffer
-
     def buffer_of(self, tensor: torch.Tensor) -> Buffer | None:
         """Returns the buffer that was lent as ``tensor``; None for any other memory."""
         return self._by_address.get(tensor.data_ptr())
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the buffers that are lent."""
-        return self.held_bytes - sum(size * len(free) for size, free in list(self._free.items()))
 
     def release(self) -> None:
         """Drops the buffers that are not lent."""
@@ -146,18 +136,6 @@ def compute_stream(device: torch.device) -> Any:
     return _IMMEDIATE if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """The bytes on the host for one device, and the bytes that were moved since the link began."""
-
-    held_bytes: int = 0
-    """Bytes of all buffers."""
-    used_bytes: int = 0
-    """Bytes of the buffers that hold a copy."""
-    to_host_bytes: int = 0
-    from_host_bytes: int = 0
-
-
 class Moved(threading.local):
     """The bytes of the buffers that this thread has copied to and from, for all devices. They are the planned sizes."""
 
@@ -178,7 +156,8 @@ class Link:
         self._to_host, self._from_host = new_stream(device), new_stream(device)
         self._loads: dict[int, torch.Tensor] = {}
         """Loaded tensors that the compute stream has not waited for, by address."""
-        self._moved = {"to_host_bytes": 0, "from_host_bytes": 0}
+        self.moved = {"to_host_bytes": 0, "from_host_bytes": 0}
+        """All bytes so far, for tests and benchmarks."""
         self._counting = threading.Lock()
         self._copying = threading.Lock()
         """Held while a stream of the link is current, because torch keeps the stream before it in the stream itself."""
@@ -241,11 +220,7 @@ class Link:
 
     def _count(self, direction: str, copied: torch.Tensor) -> None:
         with self._counting:
-            self._moved[direction] += copied.nbytes
-
-    def statistics(self) -> Statistics:
-        """Returns the bytes at present."""
-        return Statistics(self.pool.held_bytes, self.pool.used_bytes, **self._moved)
+            self.moved[direction] += copied.nbytes
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,11 +244,6 @@ def link_of(device: torch.device) -> Link:
         if device not in _links:
             _links[device] = Link(device)
         return _links[device]
-
-
-def statistics(device: torch.device | str) -> Statistics:
-    """Returns the bytes on the host for ``device``, and the bytes that were moved since the last reset of torch."""
-    return link_of(torch.empty(0, device=device).device).statistics()  # of the current card, if no number is named
 
 
 def release() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.durations import traffic_of
-from autoremat.planner.graph.op import BITS, HOST, SHARDS, Constraint, Trait
+from autoremat.planner.graph.op import BITS, HOST, NOT_REMATERIALIZABLE, SHARDS, Constraint, Trait
 from autoremat.planner.plans.plan import Plan
 
 
@@ -46,10 +46,10 @@ class Reason(str, enum.Enum):
     RANDOM = "random", "random numbers cannot be drawn a second time"
     MUTATING = "mutating", "its op writes to its inputs"
     COLLECTIVE = "collective", "its op communicates"
-    EFFECT = "effect", "its op has an effect"
+    EFFECTFUL = "effect", "its op has an effect"
     OPAQUE = "opaque", "custom or higher-order op that nobody declares pure"
     READS_MUTATED_INPUT = "reads mutated input", "its op reads an input that is overwritten later"
-    CHOICE = "choice", "a selection hangs on its last bits: code that rounds differently could select other elements"
+    DISCONTINUOUS = "choice", "a selection hangs on its last bits: code that rounds differently could select other elements"
     DATA_DEPENDENT = "data dependent", "the data decide the size of the result, and other code could decide differently"
     FORWARD_OUTPUT = "forward output", "returned by the forward, so the caller holds it"
     START = "start", "recomputation starts from it"
@@ -62,18 +62,6 @@ class Reason(str, enum.Enum):
     INSIDE_READERS = "inside readers", "computed inside the kernels that read it"
     NOT_READ = "not read", "the backward does not read it"
     FREES_MEMORY = "frees memory", "device memory is free meanwhile"
-
-
-_BY_TRAIT = (
-    (Trait.RANDOM, Reason.RANDOM),
-    (Trait.MUTATING, Reason.MUTATING),
-    (Trait.COLLECTIVE, Reason.COLLECTIVE),
-    (Trait.EFFECTFUL, Reason.EFFECT),
-    (Trait.OPAQUE, Reason.OPAQUE),
-    (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
-    (Trait.DISCONTINUOUS, Reason.CHOICE),
-    (Trait.DATA_DEPENDENT, Reason.DATA_DEPENDENT),
-)
 
 
 @dataclass(frozen=True)
@@ -118,16 +106,6 @@ class Total:
     stored_bytes: int
     """Bytes of saved values that are kept in another form than on the device."""
 
-    @classmethod
-    def of(cls, name: str, values: Sequence[ForwardValue]) -> Total:
-        """Returns the sums over ``values``."""
-        sizes = Counter[Decision]()
-        for value in values:
-            sizes[value.decision] += value.bytes
-        bytes_ = (sizes[Decision.SAVED], sizes[Decision.RECOMPUTED], sizes[Decision.FUSED])
-        seconds = (sum(v.seconds for v in values), sum(v.added_seconds for v in values))
-        return cls(name, len(values), *bytes_, *seconds, sum(sizes[decision] for decision in OF_FORM.values()))
-
 
 def totals_of(values: Iterable[ForwardValue], by: str) -> tuple[Total, ...]:
     """Returns sums over ``values`` by ``"module"`` or ``"op"``, the most saved bytes first."""
@@ -136,7 +114,14 @@ def totals_of(values: Iterable[ForwardValue], by: str) -> tuple[Total, ...]:
     groups: dict[str, list[ForwardValue]] = {}
     for value in values:
         groups.setdefault(module_class(value.module) if by == "module" else op_name(value.op), []).append(value)
-    totals = [Total.of(name, members) for name, members in groups.items()]
+    totals = []
+    for name, members in groups.items():
+        sizes = Counter[Decision]()
+        for value in members:
+            sizes[value.decision] += value.bytes
+        bytes_ = (sizes[Decision.SAVED], sizes[Decision.RECOMPUTED], sizes[Decision.FUSED])
+        seconds = (sum(v.seconds for v in members), sum(v.added_seconds for v in members))
+        totals.append(Total(name, len(members), *bytes_, *seconds, sum(sizes[one] for one in OF_FORM.values())))
     return tuple(sorted(totals, key=lambda total: (-total.saved_bytes, -total.added_seconds, total.name)))
 
 
@@ -186,7 +171,6 @@ class _Explainer:
         self.read_by_backward = graph.backward_needs
 
     def run(self) -> Iterable[ForwardValue]:
-        """Yields all forward values with decision and reason."""
         graph = self.graph
         for index in range(graph.num_forward):
             op = graph.ops[index]
@@ -201,7 +185,6 @@ class _Explainer:
                 )  # fmt: skip
 
     def decision(self, index: int, value: int) -> Decision:
-        """Returns the decision for a result of op ``index``."""
         if value in self.stays:
             return OF_FORM[self.stays[value].form]
         if value in self.saved:
@@ -213,43 +196,36 @@ class _Explainer:
         return Decision.FORWARD_ONLY
 
     def reason(self, index: int, value: int, decision: Decision) -> tuple[Reason, str]:
-        """Returns the reason for a decision, with its detail."""
         if decision is Decision.SAVED:
             return self.why_saved(index, value)
         if decision is Decision.RECOMPUTED:
             return self.why_recomputed(index, value)
         if value in self.stays:
-            return Reason.FREES_MEMORY, self.stay_detail(index, value)
+            form = self.graph.values[value].form(self.stays[value].form)
+            transfers = f"its transfers take {format_seconds(form.store.seconds + form.load.seconds)}"
+            if not self.graph.ops[index].rematerializable:
+                return Reason.FREES_MEMORY, f"it cannot be recomputed, and {transfers}"
+            again = format_seconds(self.seconds_without(value))
+            return Reason.FREES_MEMORY, f"recomputing it takes {again}, and {transfers}"
         if decision is Decision.FORWARD_ONLY:
             return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
         return (Reason.ONLY_BACKWARD if decision is Decision.POSTPONED else Reason.INSIDE_READERS), ""
 
-    def stay_detail(self, index: int, value: int) -> str:
-        """Returns the seconds of recomputing a stored value, if that is possible, and those of its transfers."""
-        form = self.graph.values[value].form(self.stays[value].form)
-        transfers = f"its transfers take {format_seconds(form.store.seconds + form.load.seconds)}"
-        if not self.graph.ops[index].rematerializable:
-            return f"it cannot be recomputed, and {transfers}"
-        return f"recomputing it takes {format_seconds(self.seconds_without(value))}, and {transfers}"
-
     def why_saved(self, index: int, value: int) -> tuple[Reason, str]:
-        """Returns the reason and the detail for a saved value."""
         op = self.graph.ops[index]
         if value in self.outputs:
             return Reason.FORWARD_OUTPUT, ""
-        for trait, reason in _BY_TRAIT:
-            if op.traits & trait:
-                return reason, ""
+        for trait in Trait:  # in the sequence in which they are named
+            if op.traits & NOT_REMATERIALIZABLE & trait:
+                return Reason[str(trait.name)], ""
         if op.constraint is Constraint.SAVE:
             return Reason.CONSTRAINT, ""
-        seconds, saving = self.seconds_without(value), self.saving_seconds(value)
-        cost = against(seconds, saving)
         if value in self.feeds:
             return Reason.START, ""
-        return (Reason.SLOWER, cost) if seconds > saving else (Reason.NO_GAIN, cost)
+        seconds, saving = self.seconds_without(value), self.saving_seconds(value)
+        return Reason.SLOWER if seconds > saving else Reason.NO_GAIN, against(seconds, saving)
 
     def why_recomputed(self, index: int, value: int) -> tuple[Reason, str]:
-        """Returns the reason and the detail for a recomputed value."""
         op, size, saving = self.graph.ops[index], self.graph.values[value].bytes, self.saving_seconds(value)
         seconds = traffic_of(self.graph).recompute_seconds[index]
         if op.constraint is Constraint.RECOMPUTE:

@@ -164,14 +164,24 @@ def profile_of(plan: Plan) -> Profile | None:
     shown = {group: rows[group] for group in kept}
     if rest:
         shown[SMALLER] = np.sum(rest, axis=0)
-    chosen, border = _samples(plan)
+    chosen, border = list[int](), 0
+    for first, last in ((0, len(plan.schedule.forward)), (len(plan.schedule.forward), len(sequence))):
+        share = max(1, round(SAMPLES * (last - first) / len(sequence)))
+        stretches = np.array_split(np.arange(first, last), min(share, max(last - first, 1)))
+        border = len(chosen)  # in the end the number of samples in the forward
+        chosen += [int(stretch[plan.timeline.bytes_at[stretch].argmax()]) for stretch in stretches if len(stretch)]
+    on_host = np.zeros(len(sequence) + 1, dtype=np.int64)  # each tensor from its store until it is needed, and of other calls
+    for stay in plan.schedule.stays:
+        held = graph.values[stay.value].form(stay.form).host_bytes
+        on_host[[stay.store, stay.need]] += (held, -held)
+        on_host[0] += graph.calls.others * held
     begins = np.concatenate([[0.0], np.cumsum([graph.ops[op].seconds for op in sequence])])
     return Profile(
         tuple(shown),
         tuple(float(begins[i]) for i in chosen),
         border,
         tuple(tuple(int(row[i]) for i in chosen) for row in shown.values()),
-        tuple(int(bytes_) for bytes_ in _host_bytes_at(plan)[chosen]) if plan.timeline.host_bytes else (),
+        tuple(np.cumsum(on_host)[chosen].tolist()) if plan.timeline.host_bytes else (),
     )
 
 
@@ -195,31 +205,6 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     rows[TensorCategory.OTHER_CALLS.value] = np.full(length, plan.timeline.other_calls_bytes, dtype=np.int64)
     rows[TensorCategory.RESIDENT.value] = np.full(length, graph.calls.resident_bytes, dtype=np.int64)
     return {group: row for group, row in rows.items() if row.any() or group == TANGENTS}
-
-
-def _host_bytes_at(plan: Plan) -> NDArray[np.int64]:
-    """Returns the bytes on the host at each execution: from the store of each tensor until it is needed, and of other calls."""
-    graph, change = plan.graph, np.zeros(len(plan.schedule.sequence) + 1, dtype=np.int64)
-    for stay in plan.schedule.stays:
-        held = graph.values[stay.value].form(stay.form).host_bytes
-        change[stay.store] += held
-        change[stay.need] -= held
-        change[0] += graph.calls.others * held
-    return np.cumsum(change)[:-1]
-
-
-def _samples(plan: Plan) -> tuple[list[int], int]:
-    """Returns sampled executions, and the number of those in the forward."""
-    length, border = len(plan.schedule.sequence), len(plan.schedule.forward)
-    bytes_at = plan.timeline.bytes_at
-    chosen: list[int] = []
-    in_forward: list[int] = []
-    for first, last in ((0, border), (border, length)):
-        share = max(1, round(SAMPLES * (last - first) / length))
-        stretches = np.array_split(np.arange(first, last), min(share, max(last - first, 1)))
-        chosen += [int(stretch[bytes_at[stretch].argmax()]) for stretch in stretches if len(stretch)]
-        in_forward.append(len(chosen))
-    return chosen, in_forward[0]
 
 
 # -- what binds a peak, and the remedy for its largest kind of bytes -------------------------------------------------------

@@ -7,7 +7,7 @@ display nothing and change no global state.
 from __future__ import annotations
 
 import io
-import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.plans.limits import undominated
 from autoremat.report import text_tables
 from autoremat.report.data import ReportData
-from autoremat.report.decisions import Decision, ForwardValue, op_name
+from autoremat.report.decisions import Decision, op_name
 from autoremat.report.peak_snapshot import GRADIENTS, module_group
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def memory(report: ReportData) -> Figure:
         raise ValueError("the graph is empty")
     figure, axes = _empty(WIDTH, HEIGHT)
     unit, scale = _byte_unit([*after.totals, *(before.totals if before else ())])
-    time_unit, time_scale = _time_unit(max([*after.seconds, *(before.seconds if before else ())], default=0.0))
+    shown_unit = format_seconds(max([*after.seconds, *(before.seconds if before else ())], default=0.0)).split()[1]
+    time_unit, time_scale = {"us": ("microseconds", 1e-6), "ms": ("milliseconds", 1e-3), "s": ("seconds", 1.0)}[shown_unit]
     seconds = [second / time_scale for second in after.seconds]
     palette = iter(COLOURS)
     shades = [GRADIENT_COLOUR if group == GRADIENTS else next(palette) for group in after.groups]
@@ -162,13 +163,19 @@ def _annotate(figure: Figure, labels: dict[tuple[float, float], tuple[str, str]]
 
 
 def saved_by_layer(report: ReportData) -> Figure:
-    """Returns a plot of the forward's bytes by layer and decision, from the first layer to the last."""
-    layers = bytes_by_layer(report.values)
+    """Returns a plot of the forward's bytes by layer and decision, in the forward's sequence."""
+    layers = dict[str, Counter[Decision]]()
+    for value in report.values:
+        parts = value.module.split(".")  # a layer is the path up to the first number
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        name = module_group(value.module) if number is None else ".".join(parts[: number + 1])
+        layers.setdefault(name, Counter())[value.decision] += value.bytes
+    layers = {name: sizes for name, sizes in layers.items() if any(sizes.values())}
     figure, axes = _empty(WIDTH, max(1.5, 0.9 + 0.18 * len(layers)))
     unit, scale = _byte_unit([sum(sizes.values()) for sizes in layers.values()])
     names, left = list(layers), [0.0] * len(layers)
     for decision, colour in FATE_COLOURS.items():
-        sizes = [layers[name].get(decision, 0) / scale for name in names]
+        sizes = [layers[name][decision] / scale for name in names]
         if any(sizes):
             axes.barh(names, sizes, left=left, color=colour, label=decision.value, height=0.85)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
@@ -178,21 +185,6 @@ def saved_by_layer(report: ReportData) -> Figure:
     axes.set(xlabel=f"{unit} made by the forward")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure
-
-
-def bytes_by_layer(values: Iterable[ForwardValue]) -> dict[str, dict[Decision, int]]:
-    """Returns the bytes of each decision by layer, in the forward's sequence.
-
-    A layer is the module path up to the first number. A path without a number is grouped as in the memory plot.
-    """
-    found: dict[str, dict[Decision, int]] = {}
-    for value in values:
-        parts = value.module.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        layer = module_group(value.module) if number is None else ".".join(parts[: number + 1])
-        sizes = found.setdefault(layer, {})
-        sizes[value.decision] = sizes.get(value.decision, 0) + value.bytes
-    return {layer: sizes for layer, sizes in found.items() if any(sizes.values())}
 
 
 def as_svg(figure: Figure) -> str:
@@ -224,11 +216,6 @@ def _byte_unit(sizes: Iterable[int]) -> tuple[str, float]:
     return unit, float({"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit])
 
 
-def _time_unit(seconds: float) -> tuple[str, float]:
-    unit = format_seconds(seconds).split()[1]
-    return {"us": "microseconds", "ms": "milliseconds", "s": "seconds"}[unit], {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
-
-
 # -- a report as one HTML file, which needs no network and no other files --------------------------------------------------
 
 
@@ -240,18 +227,10 @@ def to_html(report: ReportData) -> str:
         loader=jinja2.PackageLoader("autoremat.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    filters = {"bytes": format_bytes, "seconds": format_seconds, "place": text_tables.place, "op": op_name,
-               "line": text_tables.short_source, "breakable": _breakable}  # fmt: skip
-    environment.filters.update(filters)
+    environment.filters.update(bytes=format_bytes, seconds=format_seconds, place=text_tables.place, op=op_name)
+    environment.filters["line"] = text_tables.short_source
     graphs: list[ReportData] = [report, *report.others]
     return environment.get_template("report.html").render(graphs=[_graph(one) for one in graphs], decisions=list(Decision))
-
-
-def _breakable(path: str) -> Any:
-    """Returns a module or file path as markup in which a line may break after each dot and slash."""
-    import markupsafe
-
-    return markupsafe.Markup(re.sub("([./])", r"\1<wbr>", str(markupsafe.escape(path))))
 
 
 def _graph(report: ReportData) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from autoremat.basics.display import PlainTable, Shown, named_figures
-from autoremat.basics.display import as_text as as_text
 from autoremat.basics.errors import binding
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.links import PLANNED_SHARE
@@ -52,7 +51,8 @@ def brief(report: ReportData) -> Rows:
     less = f" ({report.peak_bytes / other - 1:+.0%})" if other else ""
     yield "peak", f"{format_bytes(report.peak_bytes)}; {words} {format_bytes(other)}{less}"
     yield "added time", f"{report.added_share:+.1%} of the step, predicted"
-    yield "least possible", least_possible(report)
+    is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
+    yield "least possible", f"{'' if is_least else 'at most '}{format_bytes(report.minimum_peak_bytes)}"
     saved = (", ".join(filter(None, (format_bytes(one.bytes), one.module))) for one in report.saved[:BRIEFLY_SAVED])
     yield "largest saved tensors", "; ".join(saved) or "none"
     yield from [*(("hint", text) for text in report.hints), *(("note", text) for text in report.notes)]
@@ -62,12 +62,6 @@ def brief(report: ReportData) -> Rows:
         yield "unknown workspaces", ", ".join(report.unknown_workspaces)
     if report.others:
         yield "other graphs", f"{len(report.others)}, see `others`"
-
-
-def least_possible(report: ReportData) -> str:
-    """Returns the least peak found, as the most that it is if no search was made for it."""
-    is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
-    return f"{'' if is_least else 'at most '}{format_bytes(report.minimum_peak_bytes)}"
 
 
 def tables(report: ReportData) -> list[PlainTable]:

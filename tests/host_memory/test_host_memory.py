@@ -60,31 +60,31 @@ def test_values_and_layouts_come_back_bit_by_bit(layout):
 def test_a_buffer_is_lent_as_long_as_anything_reads_it():
     host = stored(torch.ones(256))
     address, view = host.data_ptr(), host.view(16, 16)[3]
-    assert host_memory.statistics("cpu") == host_memory.Statistics(1024, 1024, 1024, 0)
+    assert stays.statistics("cpu") == stays.Statistics(1024, 1024, 1024, 0)
     del host
     assert stored(torch.zeros(256)).data_ptr() != address
-    assert host_memory.statistics("cpu").held_bytes == 2048
+    assert stays.statistics("cpu").held_bytes == 2048
     assert view.sum() == 16
     del view
-    assert host_memory.statistics("cpu").used_bytes == 0
+    assert stays.statistics("cpu").used_bytes == 0
     assert stored(torch.zeros(256)).data_ptr() == address
-    assert host_memory.statistics("cpu").held_bytes == 2048
+    assert stays.statistics("cpu").held_bytes == 2048
 
 
 def test_a_buffer_has_the_planned_capacity_whatever_the_size():
     for rows in (3, 8, 5):
         assert torch.equal(loaded(ops.copy_to_host(torch.ones(rows, 4), 8 * 4 * 4)), torch.ones(rows, 4))
-    assert host_memory.statistics("cpu") == host_memory.Statistics(128, 0, 16 * 16, 16 * 16)
+    assert stays.statistics("cpu") == stays.Statistics(128, 0, 16 * 16, 16 * 16)
 
 
 def test_unused_buffers_are_dropped_on_request_and_after_a_reset():
     host = stored(torch.ones(256))
     stored(torch.ones(512))
-    assert host_memory.statistics("cpu").held_bytes == 1024 + 2048
+    assert stays.statistics("cpu").held_bytes == 1024 + 2048
     host_memory.release()
-    assert host_memory.statistics("cpu").held_bytes == 1024
+    assert stays.statistics("cpu").held_bytes == 1024
     torch._dynamo.reset()
-    assert host_memory.statistics("cpu") == host_memory.Statistics()
+    assert stays.statistics("cpu") == stays.Statistics()
     assert torch.equal(loaded(host), torch.ones(256))  # a graph that was compiled before the reset may still end
 
 
@@ -118,7 +118,7 @@ def test_threads_share_the_pool():
         thread.start()
     for thread in threads:
         thread.join()
-    now = host_memory.statistics("cpu")
+    now = stays.statistics("cpu")
     assert not failures
     assert now.used_bytes == 0
     assert now.held_bytes <= 2 * 4 * 256  # the next one is stored before the last one is dropped
@@ -188,7 +188,7 @@ def test_steps_that_are_legal_pass(step):
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         loss = step(X)
     loss.backward()
-    planned, done = autoremat.reports()[-1].moved_bytes, host_memory.statistics("cpu")
+    planned, done = autoremat.reports()[-1].moved_bytes, stays.statistics("cpu")
     assert done.to_host_bytes == 5 * planned
     assert done.from_host_bytes == 6 * planned
     assert done.used_bytes == 0

@@ -78,7 +78,7 @@ def test_what_is_cheap_is_called_cheap():
     [
         (Trait.RANDOM, Reason.RANDOM),
         (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
-        (Trait.DISCONTINUOUS, Reason.CHOICE),
+        (Trait.DISCONTINUOUS, Reason.DISCONTINUOUS),
     ],
 )
 def test_what_may_not_run_twice_says_so(trait, reason):

@@ -13,13 +13,13 @@ from typing import Any
 
 import models
 import pytest
+import stays
 import torch
 from emulated_cuda import named
 from emulated_cuda.steps import MeanSquare, on_card, planned_step, relative_error, run_step
 from torch import Tensor, nn
 
 import autoremat
-from autoremat import host_memory
 from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.allocations import Block, CachingAllocator
 
@@ -119,7 +119,7 @@ def test_saved_tensors_wait_on_the_host(record_property):
     module, inputs = on_card((MeanSquare(network), (torch.randn(rows, 512),)), torch.float32)
     expected = run_step(module, module, inputs).gradients
     step = planned_step(module, inputs, memory_budget=0.5, host_memory="1GiB", cost_model="roofline")
-    planned, moved = step.report.moved_bytes, host_memory.statistics("cuda")
+    planned, moved = step.report.moved_bytes, stays.statistics("cuda")
     record_property("on the host", f"{peaks_of(step.result.peak_bytes, step.replayed_bytes, step.report)}, moved {moved}")
     assert moved.to_host_bytes == moved.from_host_bytes == 2 * planned > 0  # two steps ran
     assert step.result.peak_bytes <= step.report.budget_bytes

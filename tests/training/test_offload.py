@@ -15,7 +15,7 @@ from oracles import differences, train_step
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat import BudgetInfeasible, BudgetWarning, OptionWarning, PlanFileError, host_memory, track_peak
+from autoremat import BudgetInfeasible, BudgetWarning, OptionWarning, PlanFileError, track_peak
 from autoremat.report.decisions import Decision
 
 ROOFLINE = {"cost_model": "roofline"}
@@ -57,11 +57,11 @@ def test_a_budget_that_recomputation_alone_cannot_keep_is_kept_with_host_memory(
     if compiler == "aot_eager":
         assert not differences(found, expected)
     torch.testing.assert_close(found.tensors, expected.tensors)
-    report, before = autoremat.reports()[-1], host_memory.statistics("cpu")
+    report, before = autoremat.reports()[-1], stays.statistics("cpu")
     MODEL.zero_grad(set_to_none=True)
     with track_peak() as peak:
         compiled(X).backward()
-    done = host_memory.statistics("cpu")
+    done = stays.statistics("cpu")
     assert peak.bytes <= report.peak_bytes <= budget
     assert report.moved_bytes == done.to_host_bytes - before.to_host_bytes > 0
     assert report.moved_bytes == done.from_host_bytes - before.from_host_bytes

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
-from autoremat import ConstraintWarning, OptionsError, host_memory, track_peak
+from autoremat import ConstraintWarning, OptionsError, track_peak
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.policies import Forward, Region
 from autoremat.step_profile.blocks import CompiledBlocks
@@ -44,7 +44,7 @@ def check(model: nn.Module, step: Any, inputs: torch.Tensor, budget: int, host: 
     model.zero_grad(set_to_none=True)
     with track_peak("cpu") as peak:
         step(inputs).backward()
-    now = host_memory.statistics("cpu")
+    now = stays.statistics("cpu")
     assert peak.bytes <= budget
     assert 0 < now.held_bytes <= host
     assert planned is None or now.held_bytes == planned
@@ -127,7 +127,7 @@ def test_calls_in_flight_share_the_host():
             loss.backward()
     report = autoremat.reports()[-1]
     assert peak.bytes <= report.peak_bytes + sum(p.nbytes for p in model.parameters())  # gradients accumulate beside the calls
-    assert report.host_peak_bytes == 3 * report.moved_bytes == host_memory.statistics("cpu").held_bytes > 0
+    assert report.host_peak_bytes == 3 * report.moved_bytes == stays.statistics("cpu").held_bytes > 0
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, 3 * gradient)
 
@@ -201,7 +201,7 @@ def test_named_tensors_wait_on_the_host_under_every_budget(budget):
     assert "layers.2.1" not in named
     if budget != 0.7:  # what is not named stays where the planner wants it
         assert named == {"layers.1.1", "layers.3.1"}
-        assert host_memory.statistics("cpu").to_host_bytes == 2 * SIZE
+        assert stays.statistics("cpu").to_host_bytes == 2 * SIZE
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,10 @@ def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget
         for budget in (least, enough):
             model.zero_grad(set_to_none=True)
             _, compiled = planned(model, *inputs, memory_budget=budget, host_memory="1GiB")
-            report, before = autoremat.reports()[-1], host_memory.statistics("cpu")
+            report, before = autoremat.reports()[-1], stays.statistics("cpu")
             assert measured_step(compiled, model, inputs) <= report.predicted_peak_bytes <= report.budget_bytes
             assert report.recompute_seconds + report.stall_seconds < alone.recompute_seconds
-            moved.append(host_memory.statistics("cpu").to_host_bytes - before.to_host_bytes)
+            moved.append(stays.statistics("cpu").to_host_bytes - before.to_host_bytes)
             assert moved[-1] == report.host_peak_bytes == report.moved_bytes
     assert 0 == moved[1] < moved[0] < bytes_of_save_on_cpu(model, inputs)
 
