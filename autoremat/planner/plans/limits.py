@@ -27,7 +27,6 @@ class PlanPoint:
     """Bytes that a call holds on the host from its forward to its backward."""
 
     def peak_bytes(self, backward: bool) -> int:
-        """Returns the peak of the forward or the backward."""
         return self.backward_peak_bytes if backward else self.forward_peak_bytes
 
     def with_more(self, peak_bytes: int, saved_bytes: int = 0) -> PlanPoint:
@@ -48,11 +47,9 @@ class Share:
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of the two limits on peaks."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
     def less(self, peak_bytes: int) -> Share:
-        """Returns the share with lower limits on both peaks."""
         forward, backward = self.forward_peak_bytes - peak_bytes, self.backward_peak_bytes - peak_bytes
         return replace(self, forward_peak_bytes=forward, backward_peak_bytes=backward)
 

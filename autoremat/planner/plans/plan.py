@@ -6,7 +6,7 @@ import enum
 import json
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.durations import durations, traffic_of
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Op, Role
+from autoremat.planner.graph.op import Constraint, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
@@ -243,8 +243,11 @@ class Plan(Shown):
         """
         graph = graph or self.graph
         check_executions(graph, self.schedule)
-        if not ignores_recompute:
-            check_constraints(graph, self.schedule.saved(graph))
+        crossing = set() if ignores_recompute else set(self.schedule.saved(graph)).difference(graph.forward_outputs)
+        for value in sorted(crossing):
+            op = graph.ops[graph.makers[value]]
+            if op.constraint is Constraint.RECOMPUTE and op.rematerializable:
+                raise PlanInvalid(f"{op.name} is to be recomputed, but {graph.values[value].name} is saved for the backward")
         anew = simulate(graph, self.schedule)  # refuses stays that break a rule
         for what, figure, own in (
             ("peak is", anew.peak_bytes, self.peak_bytes),
@@ -280,8 +283,8 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         raise PlanInvalid("the backward's own ops do not all run once, in the graph's sequence")
     if any(not 0 <= op < graph.num_forward for op in schedule.forward):
         raise PlanInvalid("the forward runs an op that is not its own")
-    if missing := graph.required_forward - set(schedule.forward):
-        raise PlanInvalid(f"the forward lacks {[graph.ops[op].name for op in sorted(missing)]}")
+    if lacking := graph.required_forward - set(schedule.forward):
+        raise PlanInvalid(f"the forward lacks {[graph.ops[op].name for op in sorted(lacking)]}")
     made = {v for v, value in enumerate(graph.values) if value.role is not Role.COMPUTED}
     ran: set[int] = set()
     furthest = -1
@@ -289,12 +292,11 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         op, in_forward = graph.ops[index], position < len(schedule.forward)
         if index in ran and in_forward and not graph.single_phase:
             raise PlanInvalid(f"{op.name} runs twice in the forward, which repeats no op")
-        if index in ran or op.forward != in_forward:
-            _may_be_recomputed(op)
-        if not made.issuperset(op.inputs):
-            raise PlanInvalid(
-                f"{op.name} reads {[graph.values[v].name for v in op.inputs if v not in made]} before it is computed"
-            )
+        if (index in ran or op.forward != in_forward) and not op.may_run_again:
+            once, again = f"may not run twice ({op.traits.name})", "is to be saved, but runs twice or in the backward"
+            raise PlanInvalid(f"{op.name} {again if op.rematerializable else once}")
+        if missing := [graph.values[v].name for v in op.inputs if v not in made]:
+            raise PlanInvalid(f"{op.name} reads {missing} before it is computed")
         if index not in ran and index < furthest and in_forward:
             raise PlanInvalid(f"{op.name} runs for the first time after {graph.ops[furthest].name}, out of order")
         furthest = max(furthest, index)
@@ -302,23 +304,3 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         made.update(op.outputs)
     if unmade := [graph.values[v].name for v in graph.backward_outputs if v not in made]:
         raise PlanInvalid(f"the outputs {unmade} are never computed")
-
-
-def _may_be_recomputed(op: Op) -> None:
-    """Raises ``PlanInvalid`` if the op may not run a second time, or not in the other half."""
-    if not op.rematerializable:
-        raise PlanInvalid(f"{op.name} may not run twice ({op.traits.name})")
-    if op.constraint is Constraint.SAVE:
-        raise PlanInvalid(f"{op.name} is to be saved, but runs twice or in the backward")
-
-
-def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
-    """Raises ``PlanInvalid`` if a value in ``crossing``, which the forward leaves for the backward, is to be recomputed.
-
-    Outputs of the forward are exempt, because the caller holds them, and so are ops that may not run twice.
-    """
-    for value in sorted(set(crossing).difference(graph.forward_outputs)):
-        producer = graph.values[value].producer
-        op = None if producer is None else graph.ops[producer]
-        if op is not None and op.constraint is Constraint.RECOMPUTE and op.rematerializable:
-            raise PlanInvalid(f"{op.name} is to be recomputed, but {graph.values[value].name} is saved for the backward")

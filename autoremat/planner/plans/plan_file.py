@@ -1,9 +1,8 @@
 """Reads plan files, and matches their plans with graphs.
 
-A plan file is JSON. It holds the graph as well, so a plan can be inspected alone and checked against another graph.
-
-Nothing in a file is executed or trusted. Types and numbers are checked, the peak is simulated again and the schedule is
-replayed. This happens when the file is read, and again on the graph to which the plan is applied.
+A plan file is JSON that holds the graph as well, so a plan can be inspected alone and checked against another graph. Nothing in
+it is executed or trusted: types and numbers are checked, the peak is simulated again and the schedule is replayed, when the
+file is read and again on the graph to which the plan is applied.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ def graph_hash(graph: Graph) -> str:
 
 def _op_structure(graph: Graph, index: int) -> tuple[Any, ...]:
     op = graph.ops[index]
-    target = re.sub(r" at 0x[0-9a-fA-F]+", "", op.target)
     made = [graph.values[v].bytes for v in op.outputs]
-    return target, op.forward, op.inputs, op.outputs, made
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", op.target), op.forward, op.inputs, op.outputs, made
 
 
 def fitted(files: Sequence[PlanFile], graph: Graph) -> tuple[PlanFile, Plan]:
@@ -93,27 +91,23 @@ _ADVICE = (
 
 def difference(stored: Graph, found: Graph) -> str:
     """Returns the differences of two graphs as lines of text: their sizes, and the first op that differs."""
-    lines = [f"  {name:<8}{_sizes(graph)}" for name, graph in (("stored:", stored), ("here:", found))]
+    graphs, lines = (("stored:", stored), ("here:", found)), list[str]()
+    for name, graph in graphs:
+        sizes = f"{len(graph.values)} values of {format_bytes(sum(value.bytes for value in graph.values))}"
+        lines.append(f"  {name:<8}{len(graph.ops)} ops ({graph.num_forward} in the forward), {sizes}")
     shared = range(min(len(stored.ops), len(found.ops)))
     first = next((i for i in shared if _op_structure(stored, i) != _op_structure(found, i)), len(shared))
     if first == len(stored.ops) == len(found.ops):
         return "\n".join([*lines, "  the ops are the same; the sizes of inputs or the outputs differ"])
     lines.append(f"  the first op that differs is number {first}:")
-    lines += [f"    {name:<8}{_op_text(graph, first)}" for name, graph in (("stored:", stored), ("here:", found))]
-    return "\n".join(lines)
-
-
-def _sizes(graph: Graph) -> str:
-    total = format_bytes(sum(value.bytes for value in graph.values))
-    return f"{len(graph.ops)} ops ({graph.num_forward} in the forward), {len(graph.values)} values of {total}"
+    return "\n".join([*lines, *(f"    {name:<8}{_op_text(graph, first)}" for name, graph in graphs)])
 
 
 def _op_text(graph: Graph, index: int) -> str:
     if index >= len(graph.ops):
         return "(no such op)"
-    op = graph.ops[index]
-    read = ", ".join(f"{v} ({graph.values[v].name})" for v in op.inputs)
+    op, place = graph.ops[index], ""
     made = ", ".join(f"{v} ({graph.values[v].name}, {format_bytes(graph.values[v].bytes)})" for v in op.outputs)
-    half = "forward" if op.forward else "backward"
-    place = f" in {op.module or 'the model'} at {op.source}" if op.source else ""
-    return f"{op.target} reads values [{read}], makes values [{made}] in the {half}{place}"
+    if op.source:
+        place = f" in {op.module or 'the model'} at {op.source}"
+    return f"{op.target} reads values {[*op.inputs]}, makes values [{made}] in the {'for' if op.forward else 'back'}ward{place}"
