@@ -25,30 +25,21 @@ Vector = NDArray[np.float64]
 class Rows:
     """Rows of a sparse matrix with their bounds, added one by one."""
 
-    columns: list[list[int]] = field(default_factory=list)
-    entries: list[list[float]] = field(default_factory=list)
+    rows: list[Mapping[int, float]] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
 
-    def add(self, positive: list[int], negative: list[int], low: float, high: float) -> None:
-        """Adds the row ``low <= sum of positive - sum of negative <= high``."""
-        self._add(positive + negative, [1.0] * len(positive) + [-1.0] * len(negative), low, high)
-
-    def add_entries(self, row: Mapping[int, float], low: float, high: float) -> None:
+    def add(self, row: Mapping[int, float], low: float, high: float) -> None:
         """Adds the row ``low <= sum of entry · column <= high``, of entries by column."""
-        self._add([*row], [*row.values()], low, high)
-
-    def _add(self, columns: list[int], entries: list[float], low: float, high: float) -> None:
-        self.columns.append(columns)
-        self.entries.append(entries)
+        self.rows.append(row)
         self.low.append(low)
         self.high.append(high)
 
     def matrix(self, width: int) -> csr_matrix:
-        starts = np.cumsum([0, *map(len, self.columns)])
-        columns = np.fromiter((c for row in self.columns for c in row), dtype=np.int64)
-        entries = np.fromiter((x for row in self.entries for x in row), dtype=np.float64)
-        return csr_matrix((entries, columns, starts), shape=(len(self.columns), width))
+        starts = np.cumsum([0, *map(len, self.rows)])
+        columns = np.fromiter((column for row in self.rows for column in row), dtype=np.int64)
+        entries = np.fromiter((entry for row in self.rows for entry in row.values()), dtype=np.float64)
+        return csr_matrix((entries, columns, starts), shape=(len(self.rows), width))
 
 
 @dataclass(frozen=True)
@@ -63,30 +54,19 @@ class Program:
     upper: Vector
 
 
-def _loaded(program: Program) -> model_builder_helper.ModelBuilderHelper:
-    builder = model_builder_helper.ModelBuilderHelper()
-    # The type stub of this method swaps the two parameters of ndarray.
-    load: Callable[..., None] = builder.fill_model_from_sparse_data
-    load(program.lower, program.upper, program.cost, program.low, program.high, program.matrix)
-    return builder
-
-
-def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: float = 0.0) -> Vector | None:
+def solve(program: Program, integers: int, seconds: float, nodes: int = 2**31 - 1, gap: float = 0.0) -> Vector | None:
     """Returns the values of a solution of ``program``, whose first ``integers`` variables are integers; None if none is found.
 
-    ``nodes`` bounds the work (0: no limit). The same program with the same limit gives the same solution, unless ``seconds``
+    ``nodes`` bounds the work. The same program with the same limit gives the same solution, unless ``seconds``
     interrupts the solver. ``gap`` is the relative gap at which a solution counts as optimal.
     """
-    builder = _loaded(program)
+    builder, solver = model_builder_helper.ModelBuilderHelper(), model_builder_helper.ModelSolverHelper("highs")
+    load: Callable[..., None] = builder.fill_model_from_sparse_data  # its type stub swaps the two parameters of ndarray
+    load(program.lower, program.upper, program.cost, program.low, program.high, program.matrix)
     for column in range(integers):
         builder.set_var_integrality(column, True)
-    solver = model_builder_helper.ModelSolverHelper("highs")
     solver.set_time_limit_in_seconds(max(seconds, 0.01))
-    settings = [*QUIET_AND_REPEATABLE, f"mip_rel_gap={gap}"]
-    if not integers:
-        settings += LINEAR
-    if nodes:
-        settings.append(f"mip_max_nodes={nodes}")
-    solver.set_solver_specific_parameters("\n".join(settings))
+    work = [f"mip_rel_gap={gap}", f"mip_max_nodes={nodes}"] if integers else LINEAR
+    solver.set_solver_specific_parameters("\n".join([*QUIET_AND_REPEATABLE, *work]))
     solver.solve(builder)
     return np.array(solver.variable_values(), dtype=np.float64) if solver.has_solution() else None

@@ -2,12 +2,10 @@
 
     energy  =  added seconds  +  price * sum over sites of the bytes over the budget
 
-Random layered graphs have thousands of overlapping live ranges. Linear relaxations therefore say little about where a fitting
-plan recomputes. Here moves are small and cheap. One evicts a value that is live at a site but not read there, and recomputes
-it for its next read, with some of its freed inputs. The other removes a recomputation, with all that it alone needed. The price
-rises while the state does not fit and falls while it does, so the search stays near the border between the two.
-
-The search counts moves, so only the deadline can interrupt it.
+Moves are small and cheap. One evicts a value that is live at a site but not read there, and recomputes it for its next read,
+with some of its freed inputs. The other removes a recomputation, with all that it alone needed. The price rises while the state
+does not fit and falls while it does, so the search stays near the border between the two. It counts moves, so only the deadline
+can interrupt it.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoremat.planner.exact.interval_model import recomputations
+from autoremat.planner.exact.interval_model import sites_of
 from autoremat.planner.exact.rematerialization_state import Sites
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
@@ -31,35 +28,17 @@ from autoremat.planner.search.planner import PlanningResult
 from autoremat.planner.settings import settings
 
 
-@dataclass
-class Found:
-    """Result of a search: the cheapest schedule that fits, if any, and the schedule of the least excess."""
-
-    best: Schedule | None
-    closest: Schedule
-    interrupted: bool
-
-
-@dataclass
 class Annealing:
     """Annealing on ``graph`` for a budget of ``budget`` bytes: a set of recomputations that moves change."""
 
-    graph: Graph
-    budget: int
-    seed: int
-    sites: Sites = field(init=False)
-    chosen: list[tuple[int, int]] = field(init=False)
-    """Recomputed ops with their sites."""
-
-    def __post_init__(self) -> None:
-        graph = self.graph
-        self.random = random.Random(self.seed)
-        self.sites = Sites(graph)
+    def __init__(self, graph: Graph, budget: int, seed: int) -> None:
+        self.graph, self.budget, self.random, self.sites = graph, budget, random.Random(seed), Sites(graph)
         self.first_site = 0 if graph.single_phase else graph.num_forward
         self.movable = [index for index, movable in enumerate(self.sites.movable) if movable]
         sizes = [sum(self.sites.size[v] for v in graph.ops[index].outputs) for index in self.movable]
         self.cumulative = np.cumsum(sizes).tolist()
-        self.chosen = []
+        self.chosen: list[tuple[int, int]] = []
+        """Recomputed ops with their sites."""
         self.place: dict[tuple[int, int], int] = {}
         """Index of each pair in ``chosen``."""
         self.steps: list[tuple[bool, int, int]] = []
@@ -143,9 +122,8 @@ class Annealing:
         return None
 
     def start_from(self, schedule: Schedule) -> None:
-        """Adds the recomputations of ``schedule`` at their sites."""
-        for index, site in recomputations(self.graph, schedule):
-            if self.sites.movable[index] and site not in self.sites.runs[index]:
+        for index, site in zip(schedule.sequence, sites_of(self.graph, schedule), strict=True):
+            if index != site and self.sites.movable[index] and site not in self.sites.runs[index]:
                 self._set(True, index, site)
         self.sites.settle()
 
@@ -175,9 +153,10 @@ class Annealing:
         else:
             self._relieve(int(self.random.random() * self.sites.end))
 
-    def run(self, moves: int, hottest: float, deadline: float) -> Found:
-        """Anneals from the current state with at most ``moves`` moves, and returns the result.
+    def run(self, moves: int, hottest: float, deadline: float) -> tuple[Schedule | None, Schedule, bool]:
+        """Anneals from the current state with at most ``moves`` moves.
 
+        Returns the cheapest schedule that fits, if any, that of the least excess, and True if the deadline ended the search.
         ``hottest`` is the first temperature in mean seconds of an op. ``deadline`` is a time of the monotonic clock in seconds.
         """
         sites = self.sites
@@ -188,7 +167,7 @@ class Annealing:
         closest: list[tuple[int, int]] = []
         energy, interrupted = math.inf, False
         for move in range(moves if self.movable and self.cumulative[-1] else 0):
-            if move % settings.update_moves == 0:
+            if move % 64 == 0:
                 if time.monotonic() > deadline:
                     interrupted = True
                     break
@@ -215,7 +194,7 @@ class Annealing:
                 best, fitting = sites.added, self.chosen.copy()
             elif excess < least:
                 least, closest = excess, self.chosen.copy()
-        return Found(None if fitting is None else self._schedule(fitting), self._schedule(closest), interrupted)
+        return None if fitting is None else self._schedule(fitting), self._schedule(closest), interrupted
 
 
 def improve(
@@ -228,36 +207,26 @@ def improve(
     are not plain or have constraints to recompute keep ``found``.
     """
     ordered = any(op.constraint is Constraint.RECOMPUTE for op in graph.ops)
-    if budget is None or ordered or not graph.is_plain:
+    if budget is None or ordered or not graph.is_plain or found.is_converged(good_gap):
         return found
+    moves, lengths = int(settings.moves_per_second * time_limit), list[int]()
+    warm_moves = int(settings.annealed_share * moves)
     # For training steps, the plans of the search are close to the optimum; for single-phase graphs, they seldom are.
-    from_nothing = graph.single_phase or found.plan is None
-    if found.is_converged(good_gap):
-        return found
-    moves = int(settings.moves_per_second * time_limit)
-    lengths = lengths_of(int((1 - settings.annealed_share) * moves), len(graph.ops)) if from_nothing else []
-    for number, length in enumerate([*lengths, int(settings.annealed_share * moves)]):
-        warm = number == len(lengths)
-        search = Annealing(graph, budget, seed + number)
+    if graph.single_phase or found.plan is None:
+        # Small graphs are searched several times, each longer than before. On a large one the first search is short, so that
+        # a plan exists if the time runs out.
+        cold_moves = int((1 - settings.annealed_share) * moves)
+        following = max(min(int(settings.annealed_share * cold_moves), settings.first_search_moves_per_op * len(graph.ops)), 1)
+        while cold_moves - sum(lengths) > 3 * following:
+            lengths.append(following)
+            following *= 2
+        lengths.append(cold_moves - sum(lengths))
+    for number, length in enumerate([*lengths, warm_moves]):
+        warm, search = number == len(lengths), Annealing(graph, budget, seed + number)
         if warm:
             search.start_from((found.plan or found.smallest).schedule)
-        reached = search.run(length, settings.temperatures[1] if warm else settings.temperatures[0], deadline)
-        found = found.with_plans([Plan.of(graph, reached.best or reached.closest, "annealed")], budget, reached.interrupted)
-        if reached.interrupted or found.is_converged(good_gap):
+        best, closest, interrupted = search.run(length, settings.temperatures[warm], deadline)
+        found = found.with_plans([Plan.of(graph, best or closest, "annealed")], budget, interrupted)
+        if interrupted or found.is_converged(good_gap):
             break
     return found
-
-
-def lengths_of(moves: int, ops: int) -> list[int]:
-    """Returns the lengths of successive searches from nothing, which sum to ``moves``. Each search is longer than the one
-    before.
-
-    Small graphs are searched several times. On a large graph the first search is short, so that a plan exists if the time runs
-    out.
-    """
-    lengths: list[int] = []
-    following = max(min(int(settings.annealed_share * moves), settings.first_search_moves_per_op * ops), 1)
-    while moves - sum(lengths) > 3 * following:
-        lengths.append(following)
-        following *= 2
-    return [*lengths, moves - sum(lengths)]

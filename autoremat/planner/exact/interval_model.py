@@ -13,20 +13,17 @@
 Ops run in the given sequence. A recomputation runs just before an op of that sequence, its *site*. The *events* of a value are
 the ops that read it, the sites where a reader of it may be recomputed, and the end if the value must exist then. *Depth* bounds
 the sites of an op. At depth 1 they are its own readers; each further level allows the inputs of ops recomputed there as well.
+So columns grow with edges times depth, not with the square of the ops (Jain et al., "Checkmate", MLSys 2020).
 
-The number of columns grows with edges times depth, not with the square of the ops (Jain et al., "Checkmate", MLSys 2020). The
-model simplifies: all ops recomputed at a site, their inputs and the results of the site's own op count as live together. Graphs
-must not fuse, because values that are never materialised have no place in the memory rows.
-
-HiGHS solves the model whole, through OR-Tools. Bytes over the budget are not forbidden but cost a penalty. At some ops the
-simulator counts fewer bytes than the model. Further solutions are granted this difference, until the plan no longer changes;
-the simulator judges each. Branch and bound counts nodes, so only the deadline can interrupt it.
+The model simplifies: all ops recomputed at a site, their inputs and the results of the site's own op count as live together.
+Graphs must not fuse. Bytes over the budget cost a penalty. Where the simulator counts fewer bytes than the model, further
+solutions are granted the difference, until the plan no longer changes. Only the deadline can interrupt branch and bound.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -74,22 +71,13 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
     return sites
 
 
-@dataclass
 class IntervalModel:
     """Interval model of ``graph`` over the columns of ``H`` and ``R``, for any budget. Raises ``ValueError`` if it fuses."""
 
-    graph: Graph
-    depth: int
-    hold: list[dict[int, int]] = field(init=False)
-    """For each value, the column of each event."""
-    again: list[dict[int, int]] = field(init=False)
-    """For each op, the column of each site."""
-
-    def __post_init__(self) -> None:
-        graph, end = self.graph, len(self.graph.ops)
+    def __init__(self, graph: Graph, depth: int) -> None:
         if not graph.is_plain:
             raise ValueError("the event-gap model counts one call and every result; this graph fuses or other calls are open")
-        sites = recompute_sites(graph, self.depth)
+        self.graph, end, sites = graph, len(graph.ops), recompute_sites(graph, depth)
         self.must = [set(readers) for readers in graph.readers]
         for value in (*graph.forward_outputs, *graph.backward_outputs):
             self.must[value].add(end)
@@ -97,52 +85,25 @@ class IntervalModel:
         for index, op_sites in enumerate(sites):
             for value in graph.computed_inputs[index]:
                 events[value] |= op_sites
-        column = 0
-        self.hold, self.again = [], []
-        for columns, keys in ((self.hold, events), (self.again, sites)):
-            for wanted in keys:
-                columns.append({key: column + number for number, key in enumerate(sorted(wanted))})
-                column += len(wanted)
-        self.columns = column
-        self.lower, self.upper = self._column_bounds()
+        columns = itertools.count()
+        self.hold = [dict(zip(sorted(wanted), columns, strict=False)) for wanted in events]
+        """For each value, the column of each event."""
+        self.again = [dict(zip(sorted(wanted), columns, strict=False)) for wanted in sites]
+        """For each op, the column of each site."""
+        self.columns = next(columns)
+        self.lower, self.upper = np.zeros(self.columns), np.ones(self.columns)
+        for value in () if graph.single_phase else graph.forward_values:
+            producer = graph.makers[value]
+            if value in graph.forward_outputs:
+                self.lower[list(self.hold[value].values())] = 1.0
+            elif graph.ops[producer].constraint is Constraint.RECOMPUTE and self.again[producer]:
+                crossing = [column for event, column in self.hold[value].items() if event >= graph.num_forward]
+                self.upper[crossing[:1]] = 0.0
 
     def available(self, value: int, event: int) -> list[int]:
         """Returns the columns whose sum is at least 1 if ``value`` is available at ``event``."""
-        producer = self.graph.values[value].producer
-        assert producer is not None
-        again = self.again[producer].get(event)
+        again = self.again[self.graph.makers[value]].get(event)
         return [self.hold[value][event]] if again is None else [self.hold[value][event], again]
-
-    def _column_bounds(self) -> tuple[Vector, Vector]:
-        graph, lower, upper = self.graph, np.zeros(self.columns), np.ones(self.columns)
-        for value, events in enumerate(self.hold):
-            producer = graph.values[value].producer
-            if graph.single_phase or producer is None or producer >= graph.num_forward:
-                continue
-            if value in graph.forward_outputs:
-                lower[list(events.values())] = 1.0
-            elif graph.ops[producer].constraint is Constraint.RECOMPUTE and self.again[producer]:
-                crossing = next((column for event, column in events.items() if event >= graph.num_forward), None)
-                if crossing is not None:
-                    upper[crossing] = 0.0
-        return lower, upper
-
-    def _reading_and_holding(self, rows: Rows) -> None:
-        for value, events in enumerate(self.hold):
-            before: list[int] = []
-            for event, column in events.items():
-                there = self.available(value, event)
-                if event in self.must[value]:
-                    rows.add(there, [], 1.0, np.inf)
-                if before:
-                    rows.add([column], before, -np.inf, 0.0)
-                before = there
-
-    def _inputs(self, rows: Rows) -> None:
-        for index, sites in enumerate(self.again):
-            for site, column in sites.items():
-                for value in self.graph.computed_inputs[index]:
-                    rows.add([column], self.available(value, site), -np.inf, 0.0)
 
     @cached_property
     def memory(self) -> csc_matrix:
@@ -170,7 +131,6 @@ class IntervalModel:
 
     @cached_property
     def cost(self) -> Vector:
-        """Seconds of each column."""
         cost = np.zeros(self.columns)
         for sites, seconds in zip(self.again, traffic_of(self.graph).repeat_seconds, strict=True):
             cost[list(sites.values())] = seconds
@@ -180,8 +140,19 @@ class IntervalModel:
     def logic(self) -> tuple[csc_matrix, Vector, Vector]:
         """Rows of reading, retention and inputs, with their lower and upper bounds."""
         rows = Rows()
-        self._reading_and_holding(rows)
-        self._inputs(rows)
+        for value, events in enumerate(self.hold):
+            before: list[int] = []
+            for event, column in events.items():
+                there = self.available(value, event)
+                if event in self.must[value]:
+                    rows.add(dict.fromkeys(there, 1.0), 1.0, np.inf)
+                if before:
+                    rows.add({column: 1.0} | dict.fromkeys(before, -1.0), -np.inf, 0.0)
+                before = there
+        for index, sites in enumerate(self.again):
+            for site, column in sites.items():
+                for value in self.graph.computed_inputs[index]:
+                    rows.add({column: 1.0} | dict.fromkeys(self.available(value, site), -1.0), -np.inf, 0.0)
         return rows.matrix(self.columns).tocsc(), np.array(rows.low), np.array(rows.high)
 
     @cached_property
@@ -193,7 +164,6 @@ class IntervalModel:
         return fixed
 
     def bytes_at(self, chosen: Vector) -> Vector:
-        """Returns the bytes at each op, as counted by the model."""
         return np.asarray(self.memory @ chosen + self.fixed_bytes, dtype=np.float64)
 
     def schedule(self, chosen: Vector) -> Schedule:
@@ -237,12 +207,6 @@ def sites_of(graph: Graph, schedule: Schedule) -> list[int]:
         following = index if first_runs.get(index) == position else following
         sites.append(following)
     return sites[::-1]
-
-
-def recomputations(graph: Graph, schedule: Schedule) -> list[tuple[int, int]]:
-    """Returns the recomputed ops with their sites, in the sequence of the schedule."""
-    pairs = zip(schedule.sequence, sites_of(graph, schedule), strict=True)
-    return [(index, site) for index, site in pairs if index != site]
 
 
 def improve(

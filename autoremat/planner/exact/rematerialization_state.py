@@ -2,10 +2,9 @@
 
     bytes(site)  =  together(site) - apart(site)
 
-A *site* is an op of the given sequence, before which recomputations run, or the end. Several recomputations at one site run in
-the graph's sequence, or in another one that takes less memory. A read finds the newest live range of a value. A live range
-lasts from its computation to its last read. Any set of recomputations is therefore a valid plan; only its peak can exceed the
-budget. Graphs must not fuse.
+A *site* is an op of the given sequence, before which recomputations run in the graph's sequence, or the end. A live range lasts
+from its computation to its last read, which finds the newest one. So any set of recomputations is a valid plan; only its peak
+can exceed the budget. Graphs must not fuse.
 
 Bytes at a site are exact. ``together`` counts everything that is live at any time within the site. ``apart`` corrects for the
 values that are never live at the same time.
@@ -14,7 +13,6 @@ values that are never live at the same time.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +20,6 @@ from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.exact.interval_model import in_order
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.settings import settings
 
 
 class Sites:
@@ -43,29 +40,21 @@ class Sites:
         self.kept = frozenset(graph.forward_outputs) | frozenset(graph.backward_outputs)
         for value in self.kept:
             self.reads[value].append(self.end)
-        self.movable = self._movable()
+        held = set(() if graph.single_phase else graph.forward_outputs)
+        may_move = (op.forward and op.may_run_again and bool(op.outputs) and held.isdisjoint(op.outputs) for op in graph.ops)
+        self.movable = list(may_move)
         self.seconds = traffic_of(graph).repeat_seconds
         self.added = 0.0
-        """Seconds of all recomputations."""
-        self.together = self._together_at_first()
+        self.together = np.zeros(self.end + 1)
         """Bytes of everything that is live at any time within each site, without workspaces."""
+        for value, made in enumerate(self.producer):
+            if made >= 0:
+                self.together[made : max([made, *self.reads[value]]) + 1] += self.size[value]
+        self.together[graph.num_forward :] += graph.tangent_bytes
         self.apart = np.array([*(-float(bytes_) for bytes_ in self.workspace), 0.0])
         """At each site, ``together`` minus the maximum bytes live at one time, workspaces included."""
         self.changed: set[int] = set()
         """Sites whose ``apart`` is out of date (see :meth:`settle`)."""
-
-    def _movable(self) -> list[bool]:
-        graph = self.graph
-        held = frozenset(() if graph.single_phase else graph.forward_outputs)
-        return [op.forward and op.may_run_again and bool(op.outputs) and held.isdisjoint(op.outputs) for op in graph.ops]
-
-    def _together_at_first(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        bytes_at = np.zeros(self.end + 1)
-        for value, made in enumerate(self.producer):
-            if made >= 0:
-                bytes_at[made : max([made, *self.reads[value]]) + 1] += self.size[value]
-        bytes_at[self.graph.num_forward :] += self.graph.tangent_bytes
-        return bytes_at
 
     def last_read(self, value: int, moment: int) -> int:
         """Returns the last read of the live range of ``value`` at ``moment``, or its computation if nothing reads it."""
@@ -134,37 +123,21 @@ class Sites:
         return False
 
     def settle(self) -> None:
-        """Updates ``apart`` at all changed sites."""
         for site in self.changed:
             if self.at[site]:
-                self.apart[site] = self._better_order(site)[1]
+                self.apart[site] = self._least_absent(site)
             else:
                 self.apart[site] = -self.workspace[site] if site < self.end else 0.0
         self.changed.clear()
 
-    def _better_order(self, site: int) -> tuple[list[int], float]:
-        again = self.at[site]
-        given = self._least_absent(site, again)
-        if not 1 < len(again) <= settings.reordered_recomputations:
-            return again, given
-        other = self._by_growth(site, again)
-        if other == again:
-            return again, given
-        least = self._least_absent(site, other)
-        return (other, least) if least > given else (again, given)
-
-    def _last_steps(self, site: int, steps: Sequence[int]) -> dict[int, int]:
-        """Returns the step of the last read at ``site``, for each value that is computed or read there and freed after it."""
-        last = {v: step for step, index in enumerate(steps) for v in (*self.outputs[index], *self.inputs[index])}
-        kept = self.kept if site == self.end else ()
-        return {v: step for v, step in last.items() if v not in kept and self.last_read(v, site) == site}
-
-    def _least_absent(self, site: int, again: Sequence[int]) -> float:
+    def _least_absent(self, site: int) -> float:
         """Returns the bytes of ``together`` that are absent at the fullest step of ``site``, less that step's workspace."""
-        steps = again if site == self.end else [*again, site]
+        steps = self.at[site] if site == self.end else [*self.at[site], site]
+        last = {value: step for step, index in enumerate(steps) for value in (*self.outputs[index], *self.inputs[index])}
         gone = [0] * (len(steps) + 1)
-        for value, step in self._last_steps(site, steps).items():
-            gone[step + 1] += self.size[value]
+        for value, step in last.items():
+            if self.last_read(value, site) == site and not (site == self.end and value in self.kept):
+                gone[step + 1] += self.size[value]
         made = [sum(self.size[value] for value in self.outputs[index]) for index in steps]
         absent, least = sum(made), np.inf
         for step, index in enumerate(steps):
@@ -172,31 +145,5 @@ class Sites:
             least = min(least, absent - self.workspace[index])
         return least
 
-    def _by_growth(self, site: int, again: Sequence[int]) -> list[int]:
-        """Returns ``again`` in a greedy sequence: each next step is the ready one that adds the fewest live bytes."""
-        steps = again if site == self.end else [*again, site]
-        reads: dict[int, set[int]] = {v: set() for v in self._last_steps(site, steps)}
-        """For each value that is freed at this site, the steps that still read it."""
-        for index in steps:
-            for value in self.inputs[index]:
-                if value in reads:
-                    reads[value].add(index)
-        here = {v for index in again for v in self.outputs[index]}
-        left, found = list(again), []
-        while left:
-            growth = {}
-            for index in (index for index in left if here.isdisjoint(self.inputs[index])):
-                freed = sum(self.size[v] for v in self.inputs[index] if reads.get(v) == {index})
-                growth[index] = sum(self.size[v] for v in self.outputs[index]) - freed
-            best = min(growth, key=lambda index: (growth[index], index))
-            left.remove(best)
-            found.append(best)
-            here.difference_update(self.outputs[best])
-            for value in self.inputs[best]:
-                if value in reads:
-                    reads[value].discard(best)
-        return found
-
     def schedule(self) -> Schedule:
-        """Returns the schedule of the state."""
-        return in_order(self.graph, [self._better_order(site)[0] if self.at[site] else [] for site in range(self.end + 1)])
+        return in_order(self.graph, self.at)

@@ -6,14 +6,12 @@ leaves the planner is completed: what it left on the device is stored as early a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.schedule import Stay
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
@@ -40,22 +38,19 @@ class BoundForms(Planner):
     def completed(self, plan: Plan) -> Plan:
         """Returns ``plan`` with stays for all bound values that cross. Raises ``OptionsError`` if the host lacks memory."""
         if id(plan) not in self._completed:
-            missing = self.bound_values.intersection(plan.saved).difference(stay.value for stay in plan.schedule.stays)
-            stays = sorted((*plan.schedule.stays, *self._stays(plan, missing)), key=lambda stay: stay.value)
-            found = Plan.of(self.whole, replace(plan.schedule, stays=tuple(stays)), plan.label)
+            stays = {stay.value: stay for stay in plan.schedule.stays}
+            if missing := self.bound_values.intersection(plan.saved).difference(stays):
+                only = (replace(v, forms=v.forms if number in missing else ()) for number, v in enumerate(self.whole.values))
+                alone = Plan.of(replace(self.whole, values=tuple(only)), plan.schedule.without_stays)
+                grouped = GroupedPlan(alone)
+                stays |= {one.value: grouped.stay(one, one.made, one.free, one.need) for one in grouped.storables}
+                stays |= {stay.value: stay for best in relieving(alone, (1.0,)) for stay in best.schedule.stays}
+            schedule = replace(plan.schedule, stays=tuple(stays[value] for value in sorted(stays)))
+            found = Plan.of(self.whole, schedule, plan.label)
             self._check_host(found)
             found.check()
             self._completed[id(plan)] = plan, found
         return self._completed[id(plan)][1]
-
-    def _stays(self, plan: Plan, values: frozenset[int]) -> Iterable[Stay]:
-        if not values:
-            return ()
-        only = (replace(v, forms=v.forms if number in values else ()) for number, v in enumerate(self.whole.values))
-        alone = Plan.of(replace(self.whole, values=tuple(only)), plan.schedule.without_stays)
-        grouped = GroupedPlan(alone)
-        found = {one.value: grouped.stay(one, one.made, one.free, one.need) for one in grouped.storables}
-        return (found | {stay.value: stay for best in relieving(alone, (1.0,)) for stay in best.schedule.stays}).values()
 
     def _check_host(self, plan: Plan) -> None:
         if self.host_bytes is None or plan.host_bytes <= self.host_bytes:

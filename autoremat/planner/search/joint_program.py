@@ -17,22 +17,19 @@ A *point* lies before an op. The program minimises waits, conversions and the tr
     memory at each point                            saved bytes - out(p) + back(p) + bytes beside them <= budget
     waits of the backward include recomputation     sum of wait(p) >= sum of seconds(o) · again(o)
 
-Each value has one decision, and times are those of one sequence of ops. Recomputation reads a saved value when the backward
-first reads the result, which depends on what else is saved. So the program is a guide and no bound; its rounded solutions are
-saved sets to schedule.
-
-Other forms than those on the link are converted at once, and free their bytes between the last read of the forward and the
-first of the backward.
+Recomputation reads a saved value when the backward first reads the result, which depends on what else is saved. So the program
+is a guide and no bound; its rounded solutions are saved sets to schedule. Other forms than those on the link are converted at
+once, and free their bytes between the last read of the forward and the first of the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
 
 from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.graph import Graph
@@ -45,6 +42,7 @@ MILLISECOND, GIBIBYTE = 1e-3, float(2**30)
 """Units of the program, for the solver's tolerances."""
 
 Vector = NDArray[np.float64]
+T = TypeVar("T")
 
 
 class JointProgram:
@@ -67,26 +65,23 @@ class JointProgram:
         ]
         self._number_columns()
         self._find_reads()
+        self.rows = self._rows()
+        self.matrix = self.rows.matrix(self.columns)
 
     def _number_columns(self) -> None:
-        first, end = self.graph.num_forward, len(self.graph.ops)
-        self.early = self._points(0, first, settings.program_points[0])
+        first, end, columns = self.graph.num_forward, len(self.graph.ops), itertools.count()
         self.late = [p for p in self._points(first, end, settings.program_points[1]) if p > first]
-        self.points = self.early + self.late
-        counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.points), len(self.late))
-        begins = np.cumsum([0, *counts]).tolist()
-        self.columns: int = begins[-1]
-        self.again = dict(zip(self.ops, range(begins[0], begins[1]), strict=True))
-        self.kept = dict(zip(self.values, range(begins[1], begins[2]), strict=True))
-        self.stored = dict(zip(self.forms, range(begins[2], begins[3]), strict=True))
-        self.wait = dict(zip(self.points, range(begins[3], begins[4]), strict=True))
-        self.out = dict(zip(self.points, range(begins[4], begins[5]), strict=True))
-        self.back = dict(zip(self.late, range(begins[5], begins[6]), strict=True))
-        self.shares: int = begins[3]
-        """Number of the columns that are at most 1."""
-        self.stored_of: dict[int, list[int]] = {}
-        for (value, _), column in zip(self.forms, self.stored.values(), strict=True):
-            self.stored_of.setdefault(value, []).append(column)
+        self.points = self._points(0, first, settings.program_points[0]) + self.late
+        self.again, self.kept = _numbered(self.ops, columns), _numbered(self.values, columns)
+        self.stored = _numbered(self.forms, columns)
+        self.wait, self.out = _numbered(self.points, columns), _numbered(self.points, columns)
+        self.back, self.columns = _numbered(self.late, columns), next(columns)
+        self.saved = {value: [column] for value, column in self.kept.items()}
+        """For each value, the columns of which one is 1 if it is saved in any way."""
+        for (value, _), column in self.stored.items():
+            self.saved[value].append(column)
+        self.link = [(v, form, column) for (v, form), column in self.stored.items() if form.store.engine is Engine.TO_HOST]
+        """The values whose forms are on the host, with those forms and their columns."""
 
     def _points(self, begin: int, end: int, count: int) -> list[int]:
         """Returns about ``count`` ops up to ``end``, spread evenly over the seconds from ``begin``."""
@@ -108,11 +103,6 @@ class JointProgram:
             self.read_early[value] = max(early, default=producer or 0)
             self.need[value], self.read_late[value] = min(again, default=end - 1), max(again, default=end - 1)
 
-    @cached_property
-    def link(self) -> list[tuple[int, Form, int]]:
-        """The values whose forms are on the host, with those forms and their columns."""
-        return [(v, form, self.stored[v, form]) for v, form in self.forms if form.store.engine is Engine.TO_HOST]
-
     def _rate(self, seconds: Iterable[float]) -> float:
         """Returns the relief of the link in GiB per millisecond. ``seconds`` are those of its transfers."""
         relief = sum(self._relief(v, form) for v, form, _ in self.link)
@@ -129,68 +119,57 @@ class JointProgram:
 
         Bytes are counted from those of ``plan``.
         """
-        found = solve(self.program(budget, plan), 0, seconds)
+        high, upper, memory = np.array(self.rows.high), np.full(self.columns, np.inf), self.memory_rows
+        counted = self.matrix[memory] @ self._chosen(plan)
+        high[memory] = counted + (budget - self._most_bytes(plan)[:-1]) / GIBIBYTE
+        upper[: self.wait[self.points[0]]] = 1.0
+        program = Program(self.matrix, self._cost(), np.array(self.rows.low), high, np.zeros(self.columns), upper)
+        found, shares = solve(program, 0, seconds), np.zeros(len(self.graph.values))
         if found is None:
             return None
-        shares = np.zeros(len(self.graph.values))
-        for value in self.values:
-            shares[value] = found[[self.kept[value], *self.stored_of.get(value, ())]].sum()
+        for value, columns in self.saved.items():
+            shares[value] = found[columns].sum()
         return shares
 
-    def program(self, budget: int, plan: Plan) -> Program:
-        """Returns the program for a budget in bytes, which counts from those of ``plan``."""
-        rows, memory = self._rows, self._memory_rows
-        low, high = np.array(rows.low), np.array(rows.high)
-        counted = self._matrix[memory] @ self._chosen(plan)
-        high[memory] = counted + (budget - self._most_bytes(plan)[:-1]) / GIBIBYTE
-        upper = np.append(np.ones(self.shares), np.full(self.columns - self.shares, np.inf))
-        return Program(self._matrix, self._cost, low, high, np.zeros(self.columns), upper)
-
-    @cached_property
-    def _matrix(self) -> csr_matrix:
-        return self._rows.matrix(self.columns)
-
-    @cached_property
     def _rows(self) -> Rows:
-        """All rows. The bounds of those of the memory depend on the budget."""
+        """Returns all rows. The bounds of those of the memory depend on the budget."""
         traffic, rows, required = traffic_of(self.graph), Rows(), self.graph.required_forward
         self._add_logic(rows)
         self._add_link(rows)
-        self._memory_rows = slice(len(rows.low), len(rows.low) + len(self.points) - 1)
+        self.memory_rows = slice(len(rows.low), len(rows.low) + len(self.points) - 1)
         for point in self.points[:-1]:  # the last one is the end of the step
             self._add_memory(rows, point)
         again = {c: -traffic.recompute_seconds[o] / MILLISECOND for o, c in self.again.items() if o in required}
-        rows.add_entries({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
+        rows.add({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
         if self.host_bytes is not None:
             held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
-            rows.add_entries(held, -np.inf, self.host_bytes / self.graph.calls.in_flight / GIBIBYTE)
+            rows.add(held, -np.inf, self.host_bytes / self.graph.calls.in_flight / GIBIBYTE)
         return rows
 
-    @cached_property
     def _cost(self) -> Vector:
         traffic, cost = traffic_of(self.graph), np.zeros(self.columns)
         cost[list(self.wait.values())] = 1.0
-        for value in self.values:
-            cost[[self.kept[value], *self.stored_of.get(value, ())]] = traffic.saving_seconds[value] / MILLISECOND
-        for (_, form), column in zip(self.forms, self.stored.values(), strict=True):
+        for value, columns in self.saved.items():
+            cost[columns] = traffic.saving_seconds[value] / MILLISECOND
+        for (_, form), column in self.stored.items():
             converting = (t.seconds for t in (form.store, form.load) if t.engine is Engine.COMPUTE)
             cost[column] += sum(converting) / MILLISECOND
         return cost
 
     def _there(self, value: int) -> dict[int, float]:
-        """Returns the columns whose sum is at least 1 if the value is there."""
-        (producer,) = self.graph.producers((value,))
-        columns = [self.kept[value], *self.stored_of.get(value, ())]
-        return dict.fromkeys([*columns, self.again[producer]] if producer in self.again else columns, 1.0)
+        producer = self.graph.makers[value]
+        again = [self.again[producer]] if producer in self.again else []
+        return dict.fromkeys([*self.saved[value], *again], 1.0)
 
     def _add_logic(self, rows: Rows) -> None:
         for value in sorted(self.graph.backward_needs):
-            rows.add_entries(self._there(value), 1.0, np.inf)
+            rows.add(self._there(value), 1.0, np.inf)
         for op, column in self.again.items():
             for value in self.graph.computed_inputs[op]:
-                rows.add_entries(self._there(value) | {column: -1.0}, 0.0, np.inf)
-        for value, columns in self.stored_of.items():
-            rows.add_entries(dict.fromkeys([self.kept[value], *columns], 1.0), -np.inf, 1.0)
+                rows.add(self._there(value) | {column: -1.0}, 0.0, np.inf)
+        for columns in self.saved.values():
+            if len(columns) > 1:
+                rows.add(dict.fromkeys(columns, 1.0), -np.inf, 1.0)
 
     def _add_link(self, rows: Rows) -> None:
         out = self._rate(form.store.seconds for _, form, _ in self.link)
@@ -202,14 +181,14 @@ class JointProgram:
             for before, point in zip([begin, *points], points, strict=False):
                 moved = {columns[point]: 1.0, self.wait[point]: -rate}
                 moved |= {columns[before]: -1.0} if before in columns else {}
-                rows.add_entries(moved, -np.inf, rate * float(self.clock[point] - self.clock[before]))
+                rows.add(moved, -np.inf, rate * float(self.clock[point] - self.clock[before]))
         for point in self.points:
             stored = {c: -self._relief(v, form) for v, form, c in self.link if self.read_early[v] < point}
-            rows.add_entries({self.out[point]: 1.0} | stored, -np.inf, 0.0)
+            rows.add({self.out[point]: 1.0} | stored, -np.inf, 0.0)
         for point in self.late:
             loaded = {c: -self._relief(v, form) for v, form, c in self.link if self.need[v] < point}
-            rows.add_entries({self.back[point]: 1.0} | loaded, 0.0, np.inf)
-            rows.add_entries({self.back[point]: 1.0, self.out[point]: -1.0}, -np.inf, 0.0)
+            rows.add({self.back[point]: 1.0} | loaded, 0.0, np.inf)
+            rows.add({self.back[point]: 1.0, self.out[point]: -1.0}, -np.inf, 0.0)
 
     def _add_memory(self, rows: Rows, point: int) -> None:
         graph, first = self.graph, self.graph.num_forward
@@ -220,30 +199,24 @@ class JointProgram:
             gone = self.read_late[value] < point if is_late else producer >= point
             in_use = not is_late and self.read_early[value] >= point and self._is_materialised(value)
             if not gone and not in_use and value not in self.outputs:
-                held |= dict.fromkeys([self.kept[value], *self.stored_of.get(value, ())], size)
+                held |= dict.fromkeys(self.saved[value], size)
                 if is_late and self.need[value] <= point and producer in self.again and self._is_materialised(value):
                     held[self.again[producer]] = held.get(self.again[producer], 0.0) + size
-        for (value, form), column in zip(self.forms, self.stored.values(), strict=True):
+        for (value, form), column in self.stored.items():
             is_away = self.read_early[value] < point <= self.need[value]
             if is_away and form.store.engine is not Engine.TO_HOST and column in held:
                 held[column] -= self._relief(value, form)
-        self._add_other_calls(held)
-        rows.add_entries(held, -np.inf, np.inf)
-
-    def _add_other_calls(self, held: dict[int, float]) -> None:
-        if not (others := self.graph.calls.others):
-            return
-        for value, column in self.kept.items():
-            held[column] = held.get(column, 0.0) + others * self._bytes(value)
-        for (_, form), column in zip(self.forms, self.stored.values(), strict=True):
-            held[column] = held.get(column, 0.0) + others * form.device_bytes / GIBIBYTE
+        if others := graph.calls.others:
+            for value, column in self.kept.items():
+                held[column] = held.get(column, 0.0) + others * self._bytes(value)
+            for (_, form), column in self.stored.items():
+                held[column] = held.get(column, 0.0) + others * form.device_bytes / GIBIBYTE
+        rows.add(held, -np.inf, np.inf)
 
     def _is_materialised(self, value: int) -> bool:
-        (producer,) = self.graph.producers((value,))
-        return not self.graph.machine.fuses or self.graph.ops[producer].kind is Kind.EXTERN
+        return not self.graph.machine.fuses or self.graph.ops[self.graph.makers[value]].kind is Kind.EXTERN
 
     def _chosen(self, plan: Plan) -> Vector:
-        """Returns, for each column, 1 if the plan has chosen it, and else 0."""
         again, found = set(plan.schedule.backward), np.zeros(self.columns)
         found[[self.kept[value] for value in plan.saved if value in self.kept]] = 1.0
         found[[column for op, column in self.again.items() if op in again]] = 1.0
@@ -259,3 +232,7 @@ class JointProgram:
             found.append(int(bytes_at[begin : end + 1].max()))
             begin = end
         return np.array(found, dtype=np.float64)
+
+
+def _numbered(keys: Iterable[T], columns: Iterator[int]) -> dict[T, int]:
+    return dict(zip(keys, columns, strict=False))

@@ -33,7 +33,6 @@ class Facts:
         self.seconds_again = traffic_of(graph).recompute_seconds
         """For each op, the seconds of running it again."""
         self.saving_seconds: list[float] = traffic_of(graph).saving_seconds.tolist()
-        self.producers = graph.makers
         self.may_run_again = [0 <= maker < border and ops[maker].may_run_again for maker in graph.makers]
         """For each value, True if it may be computed again."""
         ordered = (op for op in ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable)
@@ -51,13 +50,10 @@ def facts_of(graph: Graph) -> Facts:
 
 def schedule_of(graph: Graph, executions: Sequence[int]) -> Schedule:
     """Returns the schedule of a backward, or of all executions of a single phase, without recomputation that nothing reads."""
-    if graph.single_phase:
-        first = {index: place for place, index in reversed(list(enumerate(executions)))}
-        own = [first[index] == place for place, index in enumerate(executions)]
-    else:
-        own = [index >= graph.num_forward for index in executions]
+    first = {index: place for place, index in reversed(list(enumerate(executions)))} if graph.single_phase else {}
     needed, kept = set(facts_of(graph).needed_at_the_end), list[int]()
-    for index, is_own in zip(reversed(executions), reversed(own), strict=True):
+    for place, index in reversed(list(enumerate(executions))):
+        is_own = first[index] == place if graph.single_phase else index >= graph.num_forward
         if is_own or not needed.isdisjoint(graph.made[index]):
             needed.difference_update(graph.made[index])
             needed.update(graph.forward_reads[index])
@@ -73,10 +69,9 @@ class LiveView:
 
     def __init__(self, plan: Plan, bytes_at: Numbers | None = None) -> None:
         self.plan, self.graph, self.facts, self.sequence = plan, plan.graph, facts_of(plan.graph), plan.sequence
-        schedule = Schedule(plan.schedule.forward, plan.schedule.backward)
-        self.border = 0 if self.graph.single_phase else len(schedule.forward)
+        self.border = 0 if self.graph.single_phase else len(plan.schedule.forward)
         """The first execution before which values can be computed again."""
-        fused = fusion_in(self.graph, schedule)
+        fused = fusion_in(self.graph, plan.schedule)
         buffers, absent = fused.buffers, fused.absent
         self.bytes_at: Numbers = (plan.timeline.bytes_at if bytes_at is None else bytes_at).astype(np.int64)
         """Bytes at each execution, with those of the moves so far."""
@@ -118,15 +113,12 @@ class LiveView:
                 self.uses[source] = sorted({*self.uses[source], *self.uses[inlined]})
 
     def read_by(self, execution: int) -> list[int]:
-        """Returns the ranges that an execution of the plan reads."""
         return self.source[self.read_from[execution] : self.read_from[execution + 1]]
 
     def made_by(self, execution: int) -> range:
-        """Returns the ranges that an execution of the plan begins."""
         return range(self.made_from[execution], self.made_from[execution + 1])
 
     def last_use(self, number: int) -> int:
-        """Returns the last execution that needs a range."""
         return self.uses[number][-1] if self.uses[number] else self.start[number]
 
     def newest(self, value: int, place: int) -> int:
@@ -154,7 +146,6 @@ class LiveView:
         return sorted(found, key=lambda number: (-size[number], number))
 
     def use(self, number: int, place: int) -> None:
-        """Lets an execution need a range."""
         if place not in self.uses[number]:
             self.uses[number] = sorted((*self.uses[number], place))
 
@@ -172,12 +163,10 @@ class LiveView:
         insort(self.of_value[self.value[number]], (place, len(self.value) - 1))
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Counts the bytes of ``spans``."""
         for begin, end, more in spans:
             self.bytes_at[begin:end] += more
 
     def schedule(self) -> Schedule:
-        """Returns the schedule after the moves."""
         found = list[int]()
         for place in range(self.border, len(self.sequence)):
             found += sorted(self.inserted.get(place, ()))

@@ -3,11 +3,8 @@
     excess over a target  =  sum over executions of max(0, bytes live there - target)
 
 A batch of moves is chosen by deltas on live ranges (:mod:`.moves`), and the simulator judges the batch. A batch that does not
-improve the plan is tried again with a quarter of its moves. Questions differ in the order of plans alone: the least excess, the
-least cost within a target, the least peak.
-
-Source of ruin and recreate: Schrimpf et al., "Record Breaking Optimization Results Using the Ruin and Recreate Principle", J.
-Comput. Phys. 2000.
+improve the plan is tried again with a quarter of its moves (Schrimpf et al., "Record Breaking Optimization Results Using the
+Ruin and Recreate Principle", J. Comput. Phys. 2000).
 """
 
 from __future__ import annotations
@@ -17,9 +14,11 @@ import random
 from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
+from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.graph.arrays import Numbers
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
@@ -31,8 +30,6 @@ from autoremat.planner.search.work_limit import CHOICE, SIMULATION, STEP, VIEW, 
 from autoremat.planner.settings import settings
 
 SEED = 0
-ROUNDING = 1e-9
-"""Share of a cost by which a plan must be cheaper to count as an improvement."""
 
 EVERY = 1 << 30
 """More moves than a batch has."""
@@ -40,36 +37,34 @@ EVERY = 1 << 30
 SecondsOf = Callable[[Plan], float]
 """What a search makes least."""
 
+BytesOf = Callable[[Plan], Numbers]
+"""The bytes at each execution that count against a target."""
+
 Choice = Callable[[LiveView, int, Set[Hashable]], Sequence[Hashable]]
 """Applies at most so many moves to a view, without those that are banned, and returns their keys."""
 
 
-def cost_of(plan: Plan) -> float:
-    """Returns the seconds that a plan costs beside the step itself."""
-    return plan.cost_seconds
+cost_of: SecondsOf = attrgetter("cost_seconds")
+bytes_of: BytesOf = attrgetter("timeline.bytes_at")
 
 
 class LocalSearch:
     """The search on one graph, within ``limit``. Equal sequences of questions get equal plans, unless the clock ends it."""
 
-    def __init__(self, graph: Graph, limit: WorkLimit, share: float = 1.0, seconds_of: SecondsOf = cost_of) -> None:
+    def __init__(
+        self, graph: Graph, limit: WorkLimit, share: float = 1.0, seconds_of: SecondsOf = cost_of, bytes_at: BytesOf = bytes_of
+    ) -> None:
         self.graph, self.limit, self.share, self.random = graph, limit, share, random.Random(SEED)
-        self.seconds_of = seconds_of
+        self.seconds_of, self.bytes_at = seconds_of, bytes_at
         self.never_saved = facts_of(graph).never_saved
         self.patience = min(max(settings.trial_work // max(graph.num_forward, 1), settings.trials[0]), settings.trials[1])
         self.seconds_of_a_byte = 1e-8 * graph.step_seconds
         """Seconds that each drop counts beside its own, so that free ones free many bytes."""
 
-    def bytes_at(self, plan: Plan) -> Numbers:
-        """Returns the bytes at each execution that count against a target."""
-        return plan.timeline.bytes_at
-
     def peak(self, plan: Plan) -> int:
-        """Returns the most bytes that count at any execution."""
         return int(self.bytes_at(plan).max(initial=0))
 
     def fits(self, plan: Plan, target: int) -> bool:
-        """Returns True if no execution is over the target."""
         return self.peak(plan) <= target
 
     def excess(self, plan: Plan, target: int) -> int:
@@ -77,7 +72,6 @@ class LocalSearch:
         return int(np.maximum(self.bytes_at(plan) - target, 0).sum())
 
     def is_over(self) -> bool:
-        """Returns True if no further step may begin."""
         return self.limit.has_passed(self.share)
 
     def plan(self, schedule: Schedule, label: str) -> Plan | None:
@@ -85,11 +79,9 @@ class LocalSearch:
         if self.never_saved and not self.never_saved.isdisjoint(schedule.saved(self.graph)):
             return None
         with self.limit.unit(SIMULATION * len(schedule.sequence)):
-            self.limit.simulated += 1
             return Plan.of(self.graph, schedule, label)
 
     def view(self, plan: Plan) -> LiveView:
-        """Returns the live ranges of a plan."""
         with self.limit.unit(VIEW * len(plan.sequence)):
             return LiveView(plan, self.bytes_at(plan))
 
@@ -185,7 +177,6 @@ class LocalSearch:
         return self._batches(plan, choose, partial(self.is_better, target=target), 1) if plan.recomputed else plan
 
     def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
-        """Returns True if ``found`` fits and costs less than ``plan``."""
         return self.fits(found, target) and self.seconds_of(found) < self.seconds_of(plan)
 
     def solve(self, plan: Plan, target: int, noisy: bool = False) -> Plan:
@@ -197,10 +188,9 @@ class LocalSearch:
 
     def ruined(self, plan: Plan, trial: int) -> Plan:
         """Returns the plan without recomputations of a stretch, or in odd trials with some values dropped."""
-        schedule = self._with_gaps(plan, trial % 4 == 1) if trial % 2 else self._without_a_stretch(plan)
-        return (None if schedule is None else self.plan(schedule, plan.label)) or plan
-
-    def _without_a_stretch(self, plan: Plan) -> Schedule:
+        if trial % 2:
+            schedule = self._with_gaps(plan, trial % 4 == 1)
+            return (None if schedule is None else self.plan(schedule, plan.label)) or plan
         draw, border = self.random, 0 if self.graph.single_phase else len(plan.schedule.forward)
         length = len(plan.sequence) - border
         begin, share = border + draw.randrange(length), draw.random()
@@ -212,7 +202,7 @@ class LocalSearch:
             ran.add(index)
             if execution >= border:
                 left.append(index)
-        return schedule_of(self.graph, left)
+        return self.plan(schedule_of(self.graph, left), plan.label) or plan
 
     def _with_gaps(self, plan: Plan, are_neighbours: bool) -> Schedule | None:
         view = self.view(plan)

@@ -2,28 +2,21 @@
 
     cost of any plan  >=  max over t, price >= 0 of   cost of cut(t, price)  -  price * (budget - fixed bytes(t))
 
-Take one *program point* ``t`` of the backward. Some bytes are live there under every plan: held values, gradients so far,
-inputs and results of the op. The rest of the budget must hold values from which everything that the backward reads later can be
-recomputed. With a price per byte, the cheapest such choice is a minimum cut. Each price gives a lower bound (Lagrangian
-duality). The bound is concave in the price, so secants find its maximum.
+Take one *program point* ``t`` of the backward. Some bytes are live there under every plan. The rest of the budget must hold
+values from which everything that the backward reads later can be recomputed. With a price per byte, the cheapest such choice is
+a minimum cut, and a lower bound (Lagrangian duality). It is concave in the price, so secants find its maximum.
 
-A value that is live between the halves costs the memory traffic of saving it. Behind the border, it is either saved or
-already computed again, so it costs the lesser of that traffic and of its op.
+- A value that is live between the halves costs the memory traffic of saving it. Behind the border, it is either saved or
+  already computed again, so it costs the lesser of that traffic and of its op.
+- If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of the smallest choice at the border. A limit on
+  the saved bytes follows, and the minimum cut at the border under this limit is a bound of its own.
+- A value with forms counts the bytes of its smallest form. No transfer takes time here, so bounds are loose with offload.
+- A recomputed result that fusion does not materialise takes no bytes at ``t``, but what it is computed from does until its
+  readers have run. That is as if its op ran behind ``t``, so the cut counts it so.
 
-If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of the smallest choice at the border. A limit on
-the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
-of its own.
-
-A value with forms counts the bytes of its smallest form. No transfer takes time here, so bounds are loose with offload.
-
-A recomputed result that fusion does not materialise takes no bytes at ``t``. But what it is computed from is live there until
-its readers have run, and it has been paid for. That is as if its op ran behind ``t``, so the cut counts it so.
-
-These bounds hold for every plan that runs the forward and the backward's own ops once, in the given sequence, and recomputes in
-the backward as often as it likes. The bound on the peak is in :mod:`.peak_bound`.
-
-The lower bound of a single-phase graph is the best of its splits at ops with many live bytes. It uses only the start of each
-backward. Later program points give no bound, because values computed after the split may be recomputed, too.
+The bounds hold for every plan that runs the forward and the backward's own ops once, in the given sequence. That of a
+single-phase graph is the best of its splits at ops with many live bytes, at the start of each backward: values computed behind
+the split may be recomputed, too. The bound on the peak is in :mod:`.peak_bound`.
 """
 
 from __future__ import annotations
@@ -37,6 +30,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
@@ -46,9 +40,6 @@ from autoremat.planner.search.peak_bound import CertainFusion, bound_on_peak
 from autoremat.planner.search.starts import full_places, split_at
 from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
 from autoremat.planner.settings import settings
-
-ROUNDING = 1e-9
-"""Relative rounding error allowed in sums of floating-point numbers."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +81,17 @@ class LowerBounds:
 
     def within(self, limits: Limits = UNLIMITED) -> LowerBound:
         """Returns the bounds on the peak of any plan, and on the cost of plans within the peak of ``limits``."""
-        least, budget = self._peak_bytes(), limits.peak_bytes
+        if self.graph.single_phase:
+            least = max([working_set_bytes(self.graph), *(part.point_bytes() for part in self.parts)])
+        else:
+            least = self.parts[0].peak_bytes()
+        budget = limits.peak_bytes
         if budget is None:
             return LowerBound(least, 0.0)
         if budget not in self.known:
             fits = budget >= least
             self.known[budget] = max((part.seconds(budget) for part in self.parts), default=0.0) if fits else math.inf
         return LowerBound(least, self.known[budget])
-
-    def _peak_bytes(self) -> int:
-        if self.graph.single_phase:
-            return max([working_set_bytes(self.graph), *(part.point_bytes() for part in self.parts)])
-        return self.parts[0].peak_bytes()
 
 
 class _Points:
@@ -121,7 +111,10 @@ class _Points:
         self.fixed = fixed_bytes(graph)
         self.others = graph.calls.others
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
-        self.chosen = self._choose()[: 1 if only_first else None]
+        backward = np.arange(graph.num_forward, len(graph.ops))
+        stretches = [stretch for stretch in np.array_split(backward, settings.stretches) if len(stretch) and not only_first]
+        self.chosen = sorted({*backward[:1].tolist(), *(int(stretch[np.argmax(self.fixed[stretch])]) for stretch in stretches)})
+        """The program points."""
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
         for index in range(len(graph.ops) - 1, graph.num_forward - 1, -1):
@@ -131,23 +124,8 @@ class _Points:
 
     @cached_property
     def least_saved(self) -> float:
-        """Lower bound on the bytes that each other open call saves; 0 if there is none."""
-        return self._least_at_border if self.others else 0.0
-
-    @cached_property
-    def _least_at_border(self) -> float:
+        """Lower bound on the bytes of the values that a call saves."""
         return self._least_bytes_of(self._border_cut)
-
-    def _choose(self) -> list[int]:
-        """Returns the program points, ascending."""
-        graph, first = self.graph, self.graph.num_forward
-        if first == len(graph.ops):
-            return []
-        chosen = {first}
-        for stretch in np.array_split(np.arange(first, len(graph.ops)), settings.stretches):
-            if len(stretch):
-                chosen.add(int(stretch[np.argmax(self.fixed[stretch])]))
-        return sorted(chosen)
 
     def _there(self, moment: int) -> frozenset[int]:
         """Returns the forward values that are live at the program point under every plan, because its op reads them."""
@@ -159,7 +137,8 @@ class _Points:
     @property
     def _beside_bytes(self) -> float:
         """Lower bound on the bytes that do not belong to the running call."""
-        return self.graph.calls.resident_bytes + self.others * (self.output_bytes + self.least_saved)
+        saved = self.least_saved if self.others else 0.0
+        return self.graph.calls.resident_bytes + self.others * (self.output_bytes + saved)
 
     def _room(self, moment: int, budget: int) -> float:
         """Returns the bytes of ``budget`` that are left at the program point for values that are free to choose."""
@@ -185,21 +164,18 @@ class _Points:
 
         Once the limit has passed, program points that are left give no bound.
         """
-        seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget) for moment in self.chosen]
+        seconds, rooms = [0.0], list[float]()
+        for moment in self.chosen:
+            if not self.limit.has_passed():
+                least, room = self._least_bytes(moment), self._room(moment, budget)
+                seconds.append(self._seconds_within(partial(self._cut, moment), least, room))
         if self.others and not self.limit.has_passed():
-            seconds.append(self._seconds_at_border(self._room_for_saved(budget)))
-        if self.mincut.traffic.any() and self.chosen and not self.limit.has_passed():
-            room = budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes
-            seconds.append(self._seconds_at_border(room))
-        return max(seconds, default=0.0)
-
-    def _seconds_at_border(self, room: float) -> float:
-        """Returns the lower bound of the moment between the halves. Its saved bytes on the device take at most ``room``."""
-        return self._seconds_within(self._border_cut, self._least_at_border, room)
-
-    def _seconds_at(self, moment: int, budget: int) -> float:
-        """Returns the lower bound of one program point."""
-        return self._seconds_within(partial(self._cut, moment), self._least_bytes(moment), self._room(moment, budget))
+            rooms.append(self._room_for_saved(budget))
+        if self.mincut.traffic.any() and self.chosen:
+            rooms.append(budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes)
+        if rooms and not self.limit.has_passed():
+            seconds.append(self._seconds_within(self._border_cut, self.least_saved, min(rooms)))
+        return max(seconds)
 
     def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float) -> float:
         """Returns a lower bound on the seconds of any cut of at most ``room`` bytes; infinite if there is none.
@@ -209,13 +185,11 @@ class _Points:
         if least_bytes > room:
             return math.inf
         rich = cut(0.0)
-        return max(rich.bound, 0.0) if rich.bytes <= room else self._by_secants(cut, rich, room)
-
-    def _by_secants(self, cut: Callable[[float], Cut], rich: Cut, room: float) -> float:
-        """Returns the bound where ``rich``, the cut of price 0, has more than ``room`` bytes."""
+        if rich.bytes <= room:
+            return max(rich.bound, 0.0)
         lean = cut(self.mincut.top_price)
         best = max(0.0, rich.bound, lean.bound - self.mincut.top_price * room)
-        for _ in range(settings.maximum_secants):
+        for _ in range(32):
             if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds or self.limit.has_passed():
                 break
             price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
@@ -228,11 +202,10 @@ class _Points:
         return best
 
     def peak_bytes(self) -> int:
-        """Returns a lower bound on the peak of any plan."""
-        border = int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
+        border = int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes if self.others else 0
         with self.limit.unit():
             running = max(working_set_bytes(self.graph), self.graph.derived(bound_on_peak))
-        return int(self._beside_bytes) + max(running, border if self.others else 0)
+        return int(self._beside_bytes) + max(running, border)
 
     def point_bytes(self) -> int:
         """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""

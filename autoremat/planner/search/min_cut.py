@@ -40,6 +40,14 @@ FORBIDDEN = RESOLUTION << 1
 INFINITE = FORBIDDEN << 16
 
 
+def infinite_arcs(flow: max_flow.SimpleMaxFlow, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
+    """Adds arcs of infinite capacity, which no cut contains, and returns their numbers."""
+    ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+    capacities = np.full(len(ends), INFINITE, dtype=np.int64)
+    arcs: NDArray[np.int32] = flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
+    return arcs
+
+
 @dataclass(frozen=True)
 class Cut:
     """A minimum cut."""
@@ -58,46 +66,26 @@ class MinCut:
     """Flow network of one graph. Its cuts count within ``limit``."""
 
     def __init__(self, graph: Graph, limit: WorkLimit | None = None) -> None:
-        self.graph = graph
-        self.limit = limit or WorkLimit()
-        self.values = graph.forward_values
+        self.graph, self.limit, self.values = graph, limit or WorkLimit(), graph.forward_values
         self.index = {v: i for i, v in enumerate(self.values)}
-        self.flow = max_flow.SimpleMaxFlow()
-        num_ops = graph.num_forward
-        self.source = num_ops + len(self.values)
-        self.sink = self.source + 1
-        self.producers = producers = np.array([graph.values[v].producer for v in self.values], dtype=np.int32)
-        ends = np.arange(len(self.values), dtype=np.int32) + num_ops
+        num_ops, traffic, ops = graph.num_forward, traffic_of(graph), graph.ops[: graph.num_forward]
+        node = {v: i + num_ops for v, i in self.index.items()}
+        self.source, self.sink = num_ops + len(self.values), num_ops + len(self.values) + 1
+        self.producers = np.array([graph.values[v].producer for v in self.values], dtype=np.int32)
         self.bytes = np.array([graph.values[v].bytes for v in self.values], dtype=np.float64)
-        self.traffic = traffic_of(graph).saving_seconds[list(self.values)]
-        self.run_again = self.flow.add_arcs_with_capacity(
-            np.full(num_ops, self.source, dtype=np.int32),
-            np.arange(num_ops, dtype=np.int32),
-            np.zeros(num_ops, dtype=np.int64),
-        )
-        self.costs, self.fixed = self._recompute_costs()
-        self.save = self.flow.add_arcs_with_capacity(producers, ends, np.zeros(len(self.values), dtype=np.int64))
-        reads = [(self.index[v] + num_ops, o) for o in range(num_ops) for v in graph.ops[o].inputs if v in self.index]
-        # A recomputed op needs all its inputs even if one of its results is saved, because no arc leads back to its values.
-        self._arcs(reads)
+        self.traffic = traffic.saving_seconds[list(self.values)]
+        self.costs = np.array(traffic.repeat_seconds[:num_ops])
+        """Seconds of running each forward op again."""
+        self.fixed = np.array([not op.may_run_again for op in ops], dtype=bool)
+        to_recompute = [op.constraint is Constraint.RECOMPUTE and op.rematerializable for op in ops]
+        self.to_recompute = np.array(to_recompute, dtype=bool)[self.producers]
         self.needs = sorted(graph.backward_needs)
-        self.need = self._arcs([(self.index[v] + num_ops, self.sink) for v in self.needs])
-        makers = [graph.ops[producer] for producer in producers]
-        to_recompute = [op.constraint is Constraint.RECOMPUTE and op.rematerializable for op in makers]
-        self.to_recompute = np.array(to_recompute, dtype=bool)
-
-    def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
-        """Adds arcs of infinite capacity, which no cut contains."""
-        ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
-        capacities = np.full(len(ends), INFINITE, dtype=np.int64)
-        arcs: NDArray[np.int32] = self.flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
-        return arcs
-
-    def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Returns the seconds of running each forward op again, and a mask of the ops that must not run again."""
-        graph = self.graph
-        ops, costs = graph.ops[: graph.num_forward], np.array(traffic_of(graph).repeat_seconds[: graph.num_forward])
-        return costs, np.array([not op.may_run_again for op in ops], dtype=bool)
+        self.flow = max_flow.SimpleMaxFlow()
+        self.run_again = infinite_arcs(self.flow, [(self.source, op) for op in range(num_ops)])
+        self.save = infinite_arcs(self.flow, [*zip(self.producers.tolist(), node.values(), strict=True)])
+        # A recomputed op needs all its inputs even if one of its results is saved, because no arc leads back to its values.
+        infinite_arcs(self.flow, [(node[v], o) for o, op in enumerate(ops) for v in op.inputs if v in node])
+        self.need = infinite_arcs(self.flow, [(node[v], self.sink) for v in self.needs])
 
     @property
     def top_price(self) -> float:

@@ -35,20 +35,17 @@ class Drop:
     extended: tuple[int, ...]
     """The ranges that live longer for ``ops``."""
     seconds: float
-    """The added seconds."""
 
     def key(self, view: LiveView) -> Hashable:
         """Returns what tells the drop from others of the same plan."""
         return view.value[self.number], self.place, self.ops
 
     def gap(self, view: LiveView) -> list[Span]:
-        """Returns the bytes that are live less."""
         size, border = view.size[self.number], view.border
         crosses = view.start[self.number] < border <= self.place and self.before < border
         return [(self.before + 1, self.place, -size), *view.between_halves(-size * crosses)]
 
     def spans(self, view: LiveView) -> list[Span]:
-        """Returns the bytes that are live less and more."""
         found, crossing = self.gap(view), 0
         for number in self.extended:
             last = view.last_use(number)
@@ -116,15 +113,15 @@ class Drops:
 
         Ranges of at most ``kept_bytes`` live longer. The range ``dropped`` does not.
         """
-        view, facts = self.view, self.facts
+        view, facts, makers = self.view, self.facts, self.graph.makers
         there = view.inserted.get(place, ())
-        stack = [facts.producers[value] for value in values]
+        stack = [makers[value] for value in values]
         ops, extended = set(stack), dict[int, None]()
         while stack:
             reads = self.graph.forward_reads[stack.pop()]
             self.steps += len(reads)
             for value in reads:
-                maker = facts.producers[value]
+                maker = makers[value]
                 if maker in ops or maker in there:
                     continue
                 newest = view.newest(value, place)
@@ -154,7 +151,7 @@ class Drops:
         for op in drop.ops:
             for value in self.graph.forward_reads[op]:
                 newest = view.newest(value, place)
-                if self.facts.producers[value] not in ops and newest >= 0:
+                if self.graph.makers[value] not in ops and newest >= 0:
                     view.use(newest, place)
                     self._known.pop(newest, None)
 
@@ -178,13 +175,8 @@ class Keep:
 
     execution: int
     spans: list[Span]
-    seconds: float
-    """The seconds that are gained."""
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """The seconds gained per byte that lives longer."""
-        return self.seconds / max(sum(more for _, _, more in self.spans), 1)
+    seconds_per_byte: float
+    """The seconds gained per byte that lives longer."""
 
 
 def keeps_of(view: LiveView) -> list[Keep]:
@@ -225,4 +217,5 @@ def _keep(view: LiveView, execution: int, again: set[int], saved: set[int]) -> K
             if maker in again and maker not in gone and all(r in gone for n in view.made_by(maker) for r in view.readers[n]):
                 gone.add(maker)
                 stack.append(maker)
-    return Keep(execution, spans + view.between_halves(crossing), seconds) if seconds > 0.0 else None
+    spans += view.between_halves(crossing)
+    return Keep(execution, spans, seconds / max(sum(more for _, _, more in spans), 1)) if seconds > 0.0 else None

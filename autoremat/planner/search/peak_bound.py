@@ -2,8 +2,7 @@
 
 Take one op of the backward. While it runs, some bytes are live under every plan: what it reads and computes, its workspace,
 tangents, outputs of the forward and the gradients so far. Beside them, values must be live from which everything that later ops
-read can be computed. Few ops can compute it again: those of the forward that are rematerializable, and pointwise ones of the
-backward that fusion may inline where their results are read. The fewest such bytes are a minimum cut:
+read can be computed. The fewest such bytes are a minimum cut:
 
     source -> op            infinite, for every op that runs once
     op -> value             bytes of the value; 0 if it is live in any case; infinite if fusion inlines it
@@ -13,10 +12,7 @@ backward that fusion may inline where their results are read. The fewest such by
 
 A result that is not materialised holds no bytes, but its inputs are live until its readers have run. The cut counts these.
 
-Where an op reads a value of the forward, some op computed it last. If it ran again in the backward, its own operands were live
-then, beside all that later ops need. From there on the value was live, too. The least peak over all such places is a bound.
-
-Both bounds hold for all plans whose backward runs its own ops once and in sequence, with any recomputation.
+The bound holds for all plans whose backward runs its own ops once and in sequence, with any recomputation.
 """
 
 from __future__ import annotations
@@ -27,10 +23,8 @@ from ortools.graph.python import max_flow
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining, Kind
+from autoremat.planner.search.min_cut import INFINITE, infinite_arcs
 from autoremat.planner.settings import settings
-
-INFINITE = 1 << 60
-"""Capacity of arcs that no cut contains: more than the bytes of any graph."""
 
 
 def bound_on_peak(graph: Graph) -> int:
@@ -46,29 +40,17 @@ class PeakBound:
         self.outputs = frozenset(graph.forward_outputs).intersection(graph.forward_values)
         self.gradients = frozenset(graph.backward_outputs).difference(graph.forward_values)
         self.bytes, self.producer = [value.least_bytes for value in graph.values], graph.makers
-        self.held_bytes = self._held_bytes()
         self.last_read = [max(readers, default=-1) for readers in graph.readers]
         for value in graph.backward_outputs:
             self.last_read[value] = self.count
         self.fusion = CertainFusion(graph)
-        self.materialised = self.fusion.materialised
-        self.inlined = [self.fusion.is_inlined(value) for value in range(len(graph.values))]
-        self.runs_once = [not self._can_run_again(index) for index in range(self.count)]
-        self.cuts_left = max(settings.peak_cuts // (1 + self.count + len(graph.values)), settings.fewest_peak_cuts)
+        self.materialised, self.is_inlined = self.fusion.materialised, self.fusion.is_inlined
+        self.runs_once = [
+            not op.may_run_again if op.forward else all(self.materialised[value] for value in op.outputs) for op in graph.ops
+        ]
+        """For each op, False if it may run again in the backward, or where its result is read."""
         self._build()
-        self._most_held = self._most_bytes()
-
-    @property
-    def is_spent(self) -> bool:
-        """True after the last cut that the graph's size allows."""
-        return self.cuts_left <= 0
-
-    def _can_run_again(self, index: int) -> bool:
-        """Returns True if an op may run again in the backward, or where its result is read."""
-        op = self.graph.ops[index]
-        if not op.forward:
-            return not all(map(self.materialised.__getitem__, op.outputs))
-        return op.may_run_again
+        self._find_held()
 
     def _build(self) -> None:
         """Builds the network. Its capacities depend on the place in the backward."""
@@ -81,20 +63,14 @@ class PeakBound:
         again = [index for index in range(count) if not (self.runs_once[index] and graph.ops[index].forward)]
         behind = [(i, self.producer[v]) for i in own for v in graph.computed_inputs[i]]
         self.flow = max_flow.SimpleMaxFlow()
-        self._arcs([(node[value], index) for index in again for value in graph.computed_inputs[index]])
-        self._arcs([(node[value], self.sink) for value in graph.backward_outputs if value in node])
-        self._arcs([(index, maker) for index, maker in behind if maker in own and self.runs_once[maker]])
-        self.once = self._arcs([(self.source, index) for index in self.single])
-        self.later = self._arcs([(index, self.sink) for index in own])
-        self.hold = self._arcs([(self.producer[value], node[value]) for value in self.values])
-        prices = (INFINITE if self.inlined[value] else self.bytes[value] for value in self.values)
-        self.prices = np.array(list(prices), dtype=np.int64)
-
-    def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
-        ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
-        capacities = np.full(len(ends), INFINITE, dtype=np.int64)
-        arcs: NDArray[np.int32] = self.flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
-        return arcs
+        infinite_arcs(self.flow, [(node[value], index) for index in again for value in graph.computed_inputs[index]])
+        infinite_arcs(self.flow, [(node[value], self.sink) for value in graph.backward_outputs if value in node])
+        infinite_arcs(self.flow, [(index, maker) for index, maker in behind if maker in own and self.runs_once[maker]])
+        self.once = infinite_arcs(self.flow, [(self.source, index) for index in self.single])
+        self.later = infinite_arcs(self.flow, [(index, self.sink) for index in own])
+        self.hold = infinite_arcs(self.flow, [(self.producer[value], node[value]) for value in self.values])
+        prices = [INFINITE if self.is_inlined(value) else self.bytes[value] for value in self.values]
+        self.prices = np.array(prices, dtype=np.int64)
 
     def read(self, index: int) -> set[int]:
         """Returns the materialised values that an op reads under every plan, also through inlined results."""
@@ -104,7 +80,7 @@ class PeakBound:
             value = stack.pop()
             if self.materialised[value] or extern:
                 found.add(value)
-            elif self.inlined[value]:
+            elif self.is_inlined(value):
                 stack += self.graph.computed_inputs[self.producer[value]]
         return found
 
@@ -120,10 +96,6 @@ class PeakBound:
         sizes = {self.graph.values[value].bytes for value in self.graph.made[index]}
         return [(index, read), (index + 1, made | {value for value in read if self.graph.values[value].bytes not in sizes})]
 
-    def bytes_at(self, index: int) -> int:
-        """Returns the least bytes of one call that are live while op ``index`` of the backward runs."""
-        return max(self.least(index, place, live) for place, live in self.live_sets(index))
-
     def least(self, index: int, place: int, live: set[int]) -> int:
         """Returns the least bytes while op ``index`` runs and the backward's own ops from ``place`` on are left.
 
@@ -135,87 +107,43 @@ class PeakBound:
         self.flow.set_arcs_capacity(self.later, np.where(ran[self.graph.num_forward :], 0, INFINITE))
         self.flow.set_arcs_capacity(self.hold, np.where(np.isin(self.values, list(certain)), 0, self.prices))
         self.flow.solve(self.source, self.sink)
-        self.cuts_left -= 1
-        bytes_ = sum(self.graph.values[value].bytes for value in certain)
-        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + bytes_ + int(self.flow.optimal_flow())
+        return self._certain_bytes(index, place, live) + int(self.flow.optimal_flow())
 
     def _certain_bytes(self, index: int, place: int, live: set[int]) -> int:
-        """Returns the bytes that are live beside the cut: tangents, workspace, the values
-        ``live`` and those of the caller."""
-        beside = sum(self.graph.values[value].bytes for value in live if not self.is_held(value, place))
-        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + int(self.held_bytes[place]) + beside
+        """Returns the bytes that are live beside the cut: tangents, workspace, ``live`` and what the caller holds."""
+        graph, beside = self.graph, live - self.outputs
+        beside -= {value for value in beside & self.gradients if self.producer[value] < place}
+        bytes_ = sum(graph.values[value].bytes for value in beside) + int(self.held_bytes[place])
+        return graph.tangent_bytes + graph.ops[index].workspace_bytes + bytes_
 
-    def is_held(self, value: int, place: int) -> bool:
-        """Returns True if the caller holds a value while the backward is at ``place``."""
-        return value in self.outputs or (value in self.gradients and self.producer[value] < place)
-
-    def _held_bytes(self) -> NDArray[np.int64]:
-        """Returns, for each op, the bytes of the values that the caller holds while the backward is there."""
-        held = np.zeros(self.count + 1, dtype=np.int64)
+    def _find_held(self) -> None:
+        """Finds, for each op, the bytes that the caller holds there, and an upper bound on those of the cut."""
+        held, most, change = np.zeros(self.count + 1, np.int64), [0] * len(self.bytes), np.zeros(self.count + 2, np.int64)
         for value in self.gradients:
             held[self.producer[value] + 1] += self.graph.values[value].bytes
-        return np.cumsum(held) + sum(self.graph.values[value].bytes for value in self.outputs)
-
-    def most(self, index: int, place: int, live: set[int]) -> int:
-        """Returns an upper bound on :meth:`least`, without a cut."""
-        return self._certain_bytes(index, place, live) + int(self._most_held[place])
-
-    def _most_bytes(self) -> NDArray[np.int64]:
-        """Returns, for each op, an upper bound on the bytes of the cut: all that it or a later op reads is live."""
-        most, change = [0] * len(self.bytes), np.zeros(self.count + 2, dtype=np.int64)
+        self.held_bytes: NDArray[np.int64] = np.cumsum(held) + sum(self.graph.values[value].bytes for value in self.outputs)
         for value in self.values:
             producer = self.producer[value]
             behind = sum(most[read] for read in self.graph.computed_inputs[producer])
-            alternatives = [INFINITE if self.inlined[value] else self.bytes[value]]
-            alternatives += [] if self.runs_once[producer] else [behind]
-            most[value] = min(alternatives)
+            kept = INFINITE if self.is_inlined(value) else self.bytes[value]
+            most[value] = kept if self.runs_once[producer] else min(kept, behind)
             change[producer + 1] += most[value]
             change[max(producer, self.last_read[value]) + 1] -= most[value]
-        return np.cumsum(change)
+        self.most_bytes: NDArray[np.int64] = np.cumsum(change)
 
     def peak_bytes(self) -> int:
         """Returns the lower bound on the peak of one call."""
         backward = range(self.graph.num_forward, self.count)
-        most = {index: self.most(index, index, self.read(index) | self.made(index)) for index in backward}
+        most = {index: self._certain_bytes(index, index, self.read(index) | self.made(index)) for index in backward}
+        most = {index: certain + int(self.most_bytes[index]) for index, certain in most.items()}
         found = max((self._certain_bytes(index, *there) for index in backward for there in self.live_sets(index)), default=0)
+        cuts = max(settings.peak_cuts // (1 + self.count + len(self.graph.values)), settings.fewest_peak_cuts)
         for index in sorted(backward, key=lambda index: (-most[index], index)):
-            if self.is_spent:
-                return found
-            if most[index] <= found:
+            if cuts <= 0 or most[index] <= found:
                 break
-            found = max(found, self.bytes_at(index))
-        for index in sorted(backward, key=lambda index: (-most[index], index)):
-            for value in sorted(self.read(index)):
-                if self.can_be_repeated(value):
-                    found = max(found, self.bytes_of_reading(value, index, found))
+            for place, live in self.live_sets(index):
+                found, cuts = max(found, self.least(index, place, live)), cuts - 1
         return found
-
-    def can_be_repeated(self, value: int) -> bool:
-        """Returns True if the backward may run the op of ``value`` again, and then materialises what it reads and computes."""
-        producer, graph = self.producer[value], self.graph
-        if producer >= graph.num_forward or value in self.outputs or self.runs_once[producer] or graph.values[value].forms:
-            return False
-        return not graph.machine.fuses or (graph.ops[producer].kind is Kind.EXTERN and not self.fusion.may_overwrite(producer))
-
-    def bytes_of_reading(self, value: int, index: int, known: int) -> int:
-        """Returns the least peak of plans from the last computation of ``value`` to its read by op ``index`` of the backward.
-
-        At most ``known`` counts as 0.
-        """
-        producer, first = self.producer[value], self.graph.num_forward
-        operands = self.read(producer) | self.made(producer)
-        found, holding = INFINITE, 0
-        for place in range(index, first - 1, -1):
-            if self.is_spent or max(holding, self.most(producer, place, operands)) <= known:
-                return 0
-            found = min(found, max(holding, self.least(producer, place, operands)))
-            if found <= known:
-                return 0
-            if place > first:
-                holding = max(holding, self.least(place - 1, place - 1, {value}))
-            if holding >= found:
-                break
-        return min(found, holding)
 
 
 class CertainFusion:
@@ -261,19 +189,16 @@ class CertainFusion:
         readers = graph.readers[value]
         if value in self.gradients or any(graph.ops[reader].kind is Kind.EXTERN for reader in readers):
             return True
-        certain = self._decides_inlining(index, readers)
+        if self.graph.ops[index].inlining is Inlining.NEVER or not readers:
+            certain: bool | None = False
+        else:
+            certain = True if len(readers) == 1 else self._is_cheap(index)
         if certain is not None:
             self._inlined[value] = certain
         # A result that is not inlined can still be computed in the same loop as its readers, but not across an extern kernel,
         # and not before a reduction.
         between = (op.kind is Kind.EXTERN for op in graph.ops[index : max(readers, default=index)])
         return certain is False and (any(graph.ops[reader].kind is Kind.REDUCTION for reader in readers) or any(between))
-
-    def _decides_inlining(self, index: int, readers: tuple[int, ...]) -> bool | None:
-        """Returns whether the result of an op is inlined into its readers; None if that depends on the plan."""
-        if self.graph.ops[index].inlining is Inlining.NEVER or not readers:
-            return False
-        return True if len(readers) == 1 else self._is_cheap(index)
 
     def _is_cheap(self, index: int) -> bool | None:
         """Returns whether the expression of an op is cheap and reads few buffers; None if that depends on the plan."""

@@ -3,15 +3,14 @@
 The recomputation of the plan stays. Every engine beside the compute stream is a queue, and waiting for it costs seconds.
 
 1. *Stores.* A sweep over the groups gives an idle engine the next value that was computed, as long as a later group is over
-   the budget and the value frees memory there. Values that are computed early are stored early and needed late, so this
-   sequence carries the most bytes. A value is freed behind the group in which its store ends, which may lie in the backward.
+   the budget and the value frees memory there. Values that are computed early are needed late, so this sequence carries the
+   most bytes. A value is freed behind the group in which its store ends, which may lie in the backward.
 2. *Waits.* Where memory is over the budget, the option of the fewest seconds per byte frees some: wait for a store that is on
    its way, begin another one, or convert a value on the compute stream.
 3. *Loads.* They end just before their value is needed, the last one first, and begin later where memory is over the budget.
 
-The sweep guesses when loads begin. Another round knows it from the one before. The simulator judges the stays of each round.
-If the compute stream still waits, further rounds let the backward free values too. That relieves the engines, but a sweep that
-stores values so late sometimes waits for their loads.
+A round knows when loads begin from the one before; the first one guesses. The simulator judges each. If the compute stream
+still waits, further rounds let the backward free values too: that relieves engines, but loads may come late.
 """
 
 from __future__ import annotations
@@ -38,17 +37,14 @@ MANY = 1000
 
 @dataclass
 class _Away:
-    """A value that is to be stored. Positions are groups, moments are seconds."""
+    """A value that is to be stored. Positions are groups, as in stays; the load is as far as it is known."""
 
     storable: Storable
     store: int
-    """The group behind which the store is issued."""
     free: int
-    """The group behind which the memory is freed."""
     load: int
-    """The group before which the load is issued, as far as it is known."""
     stored: float
-    """The moment at which the store ends."""
+    """The moment at which the store ends, in seconds."""
 
 
 def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) -> Plan | None:
@@ -64,11 +60,12 @@ def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) ->
         loads: dict[int, int] = {}
         goal = budget
         for shrinkage in settings.goals:
-            if least <= settings.negligible_stall * grouped.clock[-1]:
+            if least <= 1e-4 * grouped.clock[-1]:  # too little to look for less
                 return best
-            stays = stays_within(grouped, num_freeing, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
-            if stays is None:
+            sweep = _Sweep(grouped, num_freeing, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
+            if not sweep.run():
                 break
+            stays = sweep.stays()
             schedule = replace(grouped.schedule, stays=stays)
             found = Plan.of(plan.graph, schedule, plan.label)
             excess = found.peak_bytes - budget
@@ -81,27 +78,12 @@ def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) ->
     return best
 
 
-def stays_within(
-    grouped: GroupedPlan, num_freeing: int, goal: int, host: float, loads: dict[int, int], most_stall: float
-) -> tuple[Stay, ...] | None:
-    """Returns stays for a peak of about ``goal`` bytes, or None if there are none that stall for less than ``most_stall``.
+class _Sweep:
+    """The sweep over the groups that chooses values for a peak of about ``goal`` bytes, and where they are stored and freed.
 
     Values are freed behind the first ``num_freeing`` groups. ``host`` bounds the bytes of a call on the host. ``loads`` are the
-    groups at which an earlier round loads values; they are updated.
+    groups at which an earlier round loads values; they are updated. The stays stall for less than ``most_stall`` seconds.
     """
-    sweep = _Sweep(grouped, num_freeing, goal, host, loads, most_stall)
-    if not sweep.run():
-        return None
-    away = sorted(sweep.away.values(), key=lambda one: (one.storable.need, one.storable.made, one.storable.value))
-    _load_late(grouped, away)
-    _delay_loads(grouped, away, goal)
-    loads.update((one.storable.value, one.load) for one in away)
-    found = [grouped.stay(one.storable, one.store, one.free, one.load) for one in away]
-    return tuple(sorted(found, key=lambda stay: stay.value))
-
-
-class _Sweep:
-    """The sweep over the groups that chooses values, and the groups behind which they are stored and freed."""
 
     def __init__(
         self, grouped: GroupedPlan, num_freeing: int, goal: int, host: float, loads: dict[int, int], most_stall: float
@@ -148,6 +130,30 @@ class _Sweep:
                         self._store_now(one, group, group)
         return True
 
+    def stays(self) -> tuple[Stay, ...]:
+        """Returns the stays of the chosen values. Loads end just before the need, and begin later where memory is over."""
+        grouped, clock, before = self.grouped, self.clock, dict.fromkeys(Engine, math.inf)
+        away = sorted(self.away.values(), key=lambda one: (one.storable.need, one.storable.made, one.storable.value))
+        for one in reversed(away):
+            load = one.storable.form.load
+            one.load = one.storable.need
+            if load.engine is not Engine.COMPUTE:
+                begin = min(clock[one.storable.need], before[load.engine]) - load.seconds
+                before[load.engine] = max(begin, clock[grouped.num_forward])
+                one.load = min(max(bisect_right(clock, begin) - 1, grouped.num_forward, one.free + 1), one.storable.need)
+        bytes_at = grouped.bytes - self.others * sum(one.storable.relief for one in away)
+        for one in away:
+            bytes_at[one.free + 1 : one.load] -= one.storable.relief
+        for one in reversed(away):
+            over = (bytes_at[one.load : one.storable.need] > self.goal).nonzero()[0]
+            if len(over):
+                later = one.load + int(over[-1]) + 1
+                bytes_at[one.load : later] -= one.storable.relief
+                one.load = later
+        self.loads.update((one.storable.value, one.load) for one in away)
+        found = [grouped.stay(one.storable, one.store, one.free, one.load) for one in away]
+        return tuple(sorted(found, key=lambda stay: stay.value))
+
     def _load_of(self, one: Storable) -> int:
         """Returns the group at which the value will be loaded, by an earlier round or by a guess."""
         if one.form.load.engine is Engine.COMPUTE:
@@ -158,7 +164,6 @@ class _Sweep:
         return min(self.loads[one.value], one.need)
 
     def _begins(self, one: Storable) -> float:
-        """Returns the moment at which the engine could begin to store the value."""
         return max(self.idle_from[one.form.store.engine], self.ended[one.made])
 
     def _begin_stores(self, group: int) -> None:
@@ -173,7 +178,7 @@ class _Sweep:
             stored = begin + chosen.form.store.seconds
             free = max(bisect_left(self.clock, stored - self.waited) - 1, chosen.free, group)
             load = self._load_of(chosen)
-            useful = chosen.form.store.engine is not Engine.COMPUTE and free < self.num_freeing
+            useful = not chosen.is_immediate and free < self.num_freeing
             useful = useful and (chosen.value in self.promised or self.bytes[free + 1 : load].max(initial=0) > self.goal)
             if useful and self._is_possible(chosen):
                 self._choose(chosen, begin, stored, free, load)
@@ -182,19 +187,8 @@ class _Sweep:
 
     def _is_possible(self, one: Storable) -> bool:
         """Returns True if the value has no other form, and the host has room for it."""
-        if one.value in self.promised:
-            return one.value not in self.away and self.promised[one.value] is one
-        return one.value not in self.away and one.form.host_bytes <= self.host
-
-    def _promise(self) -> bool:
-        """Decides to store the next value, for the memory of the other open calls. Returns False if there is none."""
-        following = (one for one in self.grouped.storables if one.value not in self.promised and self._is_possible(one))
-        one = next(following, None) if self.others else None
-        if one is None:
-            return False
-        self.promised[one.value] = one
-        self._account(one)
-        return True
+        has_room = self.promised[one.value] is one if one.value in self.promised else one.form.host_bytes <= self.host
+        return has_room and one.value not in self.away
 
     def _account(self, one: Storable) -> None:
         """Counts the value on the host, and no longer as it is on the device in the other open calls."""
@@ -202,18 +196,24 @@ class _Sweep:
         self.host -= one.form.host_bytes
 
     def _choose(self, one: Storable, begin: float, stored: float, free: int, load: int) -> None:
-        """Decides to store the value."""
         store = min(max(one.made, bisect_right(self.ended, begin) - 1), self.grouped.num_forward - 1, free)
         self.away[one.value] = _Away(one, store, free, load, stored)
         self.bytes[free + 1 : load] -= one.relief
         if one.value not in self.promised:
             self._account(one)
-        if one.form.store.engine is not Engine.COMPUTE:
+        if not one.is_immediate:
             self.idle_from[one.form.store.engine] = stored
 
     def _relieve(self, group: int) -> bool:
-        """Frees memory at ``group`` at the fewest seconds per byte. Returns False if nothing can be freed."""
-        if group >= self.grouped.num_forward and self._delay_load(group):
+        """Frees memory at ``group`` at the fewest seconds per byte. Returns False if nothing can be freed.
+
+        Delayed loads come first: that of the value that is needed last. The memory of other open calls comes last.
+        """
+        early = [one for one in self.away.values() if one.load <= group < one.storable.need]
+        if group >= self.grouped.num_forward and early:
+            last = max(early, key=lambda one: (one.storable.need, one.storable.value))
+            self.bytes[last.load : group + 1] -= last.storable.relief
+            last.load = group + 1
             return True
         behind = min(group, self.num_freeing) - 1
         waits = [
@@ -231,29 +231,21 @@ class _Sweep:
             self._wait_until(wait[2].stored)
             self.bytes[behind + 1 : wait[2].free + 1] -= wait[2].storable.relief
             wait[2].free = behind
-            return True
-        if option is None:
-            return self._promise()
-        self._store_now(option[2], behind, group)
+        elif option is not None:
+            self._store_now(option[2], behind, group)
+        else:
+            others = (one for one in self.grouped.storables if one.value not in self.promised and self._is_possible(one))
+            promised = next(others, None) if self.others else None
+            if promised is None:
+                return False
+            self.promised[promised.value] = promised
+            self._account(promised)
         return True
-
-    def _delay_load(self, group: int) -> bool:
-        """Lets a load begin behind ``group``: that of the value that is needed last. Returns False if there is none."""
-        early = [one for one in self.away.values() if one.load <= group < one.storable.need]
-        if not early:
-            return False
-        one = max(early, key=lambda one: (one.storable.need, one.storable.value))
-        self.bytes[one.load : group + 1] -= one.storable.relief
-        one.load = group + 1
-        return True
-
-    def _is_immediate(self, one: Storable) -> bool:
-        return one.form.store.engine is Engine.COMPUTE
 
     def _seconds_of(self, one: Storable) -> float:
         """Returns the seconds that the compute stream would wait to have the value stored now."""
         load = one.form.load.seconds if one.form.load.engine is Engine.COMPUTE else 0.0
-        if self._is_immediate(one):
+        if one.is_immediate:
             return one.form.store.seconds + load
         return max(0.0, self._begins(one) + one.form.store.seconds - self.now) + load
 
@@ -261,45 +253,20 @@ class _Sweep:
         """Stores the value, so that it is away from ``group`` on. The compute stream waits behind the group ``behind``."""
         load = self._load_of(one)
         load = load if load > group else one.need
-        if self._is_immediate(one):
+        if one.is_immediate:
             self._choose(one, self.ended[one.free], self.ended[one.free], one.free, load)
             self._wait_until(self.now + one.form.store.seconds)
         else:
             begin = self._begins(one)
-            self._choose(one, begin, begin + one.form.store.seconds, behind, load)
-            self._wait_until(begin + one.form.store.seconds)
+            end = begin + one.form.store.seconds
+            self._choose(one, begin, end, behind, load)
+            self._wait_until(end)
 
     def _wait_until(self, moment: float) -> None:
         """Lets the compute stream wait behind the last group that has run."""
         if moment > self.now:
             self.waited += moment - self.now
             self.ended[-1] = moment
-
-
-def _load_late(grouped: GroupedPlan, away: Sequence[_Away]) -> None:
-    """Sets the loads of ``away``, which ascend by need, so that they end just before their need, if they can."""
-    clock = grouped.clock.tolist()
-    before = dict.fromkeys(Engine, math.inf)
-    for one in reversed(away):
-        load = one.storable.form.load
-        one.load = one.storable.need
-        if load.engine is not Engine.COMPUTE:
-            begin = min(clock[one.storable.need], before[load.engine]) - load.seconds
-            before[load.engine] = max(begin, clock[grouped.num_forward])
-            one.load = min(max(bisect_right(clock, begin) - 1, grouped.num_forward, one.free + 1), one.storable.need)
-
-
-def _delay_loads(grouped: GroupedPlan, away: Sequence[_Away], goal: int) -> None:
-    """Delays loads where memory is over the goal, first those of values that are needed last."""
-    bytes_at = grouped.bytes - grouped.graph.calls.others * sum(one.storable.relief for one in away)
-    for one in away:
-        bytes_at[one.free + 1 : one.load] -= one.storable.relief
-    for one in reversed(away):
-        over = (bytes_at[one.load : one.storable.need] > goal).nonzero()[0]
-        if len(over):
-            later = one.load + int(over[-1]) + 1
-            bytes_at[one.load : later] -= one.storable.relief
-            one.load = later
 
 
 def relieving(plan: Plan, shares: Sequence[float] = SHARES) -> Iterator[Plan]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.local_search import LocalSearch
+from autoremat.planner.search.local_search import LocalSearch, SecondsOf
 from autoremat.planner.search.lower_bounds import LowerBounds
 from autoremat.planner.search.placement import MANY, relieving
 from autoremat.planner.search.starts import Starts, without_recomputation
@@ -21,40 +19,22 @@ from autoremat.planner.search.work_limit import CHECK, PLACEMENT, WorkLimit
 from autoremat.planner.settings import settings
 
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Turns garbage collection off. The search creates many lists but no cycles, and each collection would walk all of torch's
-    graphs."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@dataclass
 class Planner:
-    """Plans one step. ``baseline`` is available at once, because a budget can be a share of its peak."""
+    """Plans one step. ``baseline`` is available at once, because a budget can be a share of its peak.
 
-    graph: Graph
-    time_limit: float = 10.0
-    """Limit in seconds, of which follows the work of the search (:mod:`autoremat.planner.search.work_limit`)."""
-    given: tuple[Plan, ...] = ()
-    """Plans from outside the search, such as a policy's."""
-    limits: Limits = UNLIMITED
-    """What plans keep to where nothing else is asked: the bytes on the host always, the peak unless that costs much time. The
-    fastest plan may save little time for much more memory."""
-    found: list[Plan] = field(default_factory=list, init=False)
-    """Plans found for budgets, kept so that a later, larger budget never costs more than an earlier one."""
+    The work of the search follows from ``time_limit`` in seconds. Plans ``given`` are from outside the search, such as a
+    policy's. ``limits`` hold where nothing else is asked: the bytes on the host always, the peak unless that costs much time.
+    """
 
-    def __post_init__(self) -> None:
-        self.limit = WorkLimit(self.time_limit)
-        graph, limit = self.graph, self.limit
+    def __init__(
+        self, graph: Graph, time_limit: float = 10.0, given: tuple[Plan, ...] = (), limits: Limits = UNLIMITED
+    ) -> None:
+        self.graph, self.given, self.limits, self.limit = graph, given, limits, WorkLimit(time_limit)
+        self.found: list[Plan] = []
+        """Plans found for budgets, kept so that a later, larger budget never costs more than an earlier one."""
         self.has_forms = any(value.forms for value in graph.values) and not graph.single_phase
-        self.starts = Starts(graph, limit)
-        self.bounds = LowerBounds(graph, limit, None if graph.single_phase else self.starts.mincut)
+        self.starts = Starts(graph, self.limit)
+        self.bounds = LowerBounds(graph, self.limit, None if graph.single_phase else self.starts.mincut)
         self._unlimited: Plan | None = None
         """The plan without other limits, once it was asked for."""
         self.baseline = self.starts.save_everything()
@@ -62,7 +42,6 @@ class Planner:
 
     @property
     def ended_by_clock(self) -> bool:
-        """True if the clock has ended a search."""
         return self.limit.ended_by_clock
 
     def restart(self) -> None:
@@ -108,7 +87,7 @@ class Planner:
         """Returns the plan of the least peak found, without recomputation that this peak does not demand."""
         lowest = min(self.plans, key=_by_peak)
         share = settings.quick_share if quick else settings.least_peak_share
-        with _without_garbage_collection(), self.limit.beside(share) as limit:
+        with self.limit.beside(share) as limit:
             search, bound = LocalSearch(self.graph, limit, settings.least_peak_share), self.bounds.within().peak_bytes
             found = search.bring_down(lowest, bound) if quick else search.least_peak(self.plans, bound)
             found = min(lowest, LocalSearch(self.graph, limit).fill(found, found.peak_bytes), key=_by_peak)
@@ -149,16 +128,15 @@ class Planner:
 
     def _find_cheapest(self, limits: Limits) -> PlanningResult:
         budget = limits.peak_bytes
-        with _without_garbage_collection():
-            if limits.share is not None:
-                fitting = (plan for plan in self._front if limits.keep(self.completed(plan)))
-                best = min(fitting, key=_by_cost, default=None)
-            elif budget is None:
-                best = self._unlimited = self._without_budget()
-            else:
-                best = self._cheapest(budget)
-            if best is not None:
-                self.check(best)
+        if limits.share is not None:
+            fitting = (plan for plan in self._front if limits.keep(self.completed(plan)))
+            best = min(fitting, key=_by_cost, default=None)
+        elif budget is None:
+            best = self._unlimited = self._without_budget()
+        else:
+            best = self._cheapest(budget)
+        if best is not None:
+            self.check(best)
         is_searched = best is None and limits.share is None
         known = (*self.plans, *self.found) if self.limit.interrupted else (self._smallest, *self.plans, *self.found)
         smallest = self._lowest if is_searched else min(known, key=_by_peak)
@@ -170,7 +148,7 @@ class Planner:
     def _cheapest(self, budget: int, lowers: bool = True) -> Plan | None:
         """Returns the cheapest plan found within ``budget`` bytes. If the starts lead to none and it ``lowers``, it is that of
         the least peak."""
-        graph, limit, share = self.graph, self.limit, settings.plans_share
+        limit, share = self.limit, settings.plans_share
         known = [plan for plan in (*self.plans, *self.found) if plan.peak_bytes <= budget]
         best = min(known, key=_by_cost, default=None)
         if best is not None and best.cost_seconds <= self.least_cost:
@@ -179,24 +157,20 @@ class Planner:
         if enough == math.inf:
             return best
         starts = [plan for plan in (*self.plans, *self.found) if not plan.schedule.stays]
-        search, found = LocalSearch(graph, limit, share), list[Plan]()
+        search, found = LocalSearch(self.graph, limit, share), list[Plan]()
         if self.has_forms:
             solved = search.solved(starts, budget, enough)[:1]
-            stays = StaysSearch(graph, limit, share, replace(self.limits, peak_bytes=budget))
+            stays = StaysSearch(self.graph, limit, share, replace(self.limits, peak_bytes=budget))
             found += filter(None, (*solved, stays.run([*starts, *solved], enough)))
-        if not found or not self._gains_much(found):
+        bare = min((plan.cost_seconds for plan in found if not plan.schedule.stays), default=math.inf)
+        least = min((plan.cost_seconds for plan in found), default=math.inf)
+        if not found or least - self.least_cost >= (1.0 - settings.large_gain) * (bare - self.least_cost):  # stays gain little
             found += filter(None, [search.cheapest(starts, budget, enough)])
         if lowers and not found and best is None and self._lowest.peak_bytes <= budget:
             is_bare = not self._lowest.schedule.stays
             found += filter(None, [search.cheapest([self._lowest], budget, enough) if is_bare else self._lowest])
         self.found += found
         return min((*known, *found), key=_by_cost, default=None)
-
-    def _gains_much(self, found: list[Plan]) -> bool:
-        """Returns True if stays make further trials without stays useless."""
-        bare = min((plan.cost_seconds for plan in found if not plan.schedule.stays), default=math.inf)
-        least = min(plan.cost_seconds for plan in found)
-        return least - self.least_cost < (1.0 - settings.large_gain) * (bare - self.least_cost)
 
     def _without_budget(self) -> Plan:
         """Returns the cheapest plan within the peak of the planner's limits if that costs little time; else the fastest."""
@@ -216,16 +190,13 @@ class Planner:
         known = [plan for plan in (*self.plans, self._unlimited) if plan is not None and plan.predicted_seconds <= seconds]
         best = min(known, key=_by_peak, default=None)
         if best is not None:
-            with _without_garbage_collection():
-                best = self._descended(best, seconds)
+            best = self._descended(best, seconds)
             self.check(best)
         bound = self._least_seconds((best or self._smallest).peak_bytes)
         return self._result(best, self._smallest, bound, Limits(seconds=seconds))
 
     def _descended(self, best: Plan, seconds: float) -> Plan:
-        def seconds_of(plan: Plan) -> float:
-            return plan.predicted_seconds
-
+        seconds_of: SecondsOf = attrgetter("predicted_seconds")
         search = LocalSearch(self.graph, self.limit, settings.plans_share, seconds_of)
         least, most, fails, level = self.bounds.within().peak_bytes, best.peak_bytes, -1, settings.time_levels
         while level - fails > 1:
@@ -252,7 +223,7 @@ class Planner:
         steps = range(settings.levels - 1, -1, -1)  # the plans of a level are starts of the next lower one
         levels = [int(least * (whole.peak_bytes / least) ** (step / settings.levels)) for step in steps if least]
         found = [*self.plans, self._smallest]
-        with _without_garbage_collection(), self.limit.beside(1.0) as limit:
+        with self.limit.beside(1.0) as limit:
             search = LocalSearch(graph, limit)
             for level in levels:
                 found += search.solved(found, level, near=settings.few)
@@ -283,7 +254,6 @@ class Planner:
     # -- results -----------------------------------------------------------------------------------------------------------
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns a plan of the search as it leaves the planner."""
         return plan
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
@@ -330,7 +300,6 @@ class PlanningResult:
     baseline: Plan
     """Plan without recomputation: everything that the backward reads is saved."""
     smallest: Plan
-    """Plan of the minimum peak found."""
     lower_bound_bytes: int
     """Lower bound on the peak of any plan."""
     lower_bound_seconds: float
@@ -353,8 +322,8 @@ class PlanningResult:
     def with_plans(self, plans: list[Plan], budget: int | None, interrupted: bool) -> PlanningResult:
         """Returns the result after adding ``plans``, for a budget in bytes. The best and the smallest plan are checked."""
         known = [*filter(None, (self.plan, self.smallest)), *plans]
-        best = min(filter(Limits(budget).keep, known), key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
-        smallest = min(known, key=lambda p: (p.peak_bytes, p.cost_seconds))
+        best = min(filter(Limits(budget).keep, known), key=_by_cost, default=None)
+        smallest = min(known, key=_by_peak)
         for plan in filter(None, (best, smallest)):
             plan.check()
         return replace(self, plan=best, smallest=smallest, interrupted=self.interrupted or interrupted)

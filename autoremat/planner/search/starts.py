@@ -3,14 +3,12 @@
 They are the vertices of the convex curve of saved bytes against recomputation. Each recomputed value runs again once, just in
 time, and lives until its last reader.
 
-A split at an op turns a single-phase graph, in which any op may run again anywhere later, into a training step: the ops before
-it become the forward, the rest the backward. Op and value numbers stay. The joined halves of a plan of the split are therefore
-a plan of the whole graph, and the cuts of several splits are starts.
+A split at an op turns a single-phase graph into a training step: the ops before it become the forward, the rest the backward.
+The joined halves of a plan of the split are a plan of the whole graph, and the cuts of several splits are starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -68,10 +66,8 @@ class Starts:
 
     def plan(self, saved: frozenset[int], label: str) -> Plan:
         """Returns the plan that saves ``saved`` and computes the rest again just in time."""
-        with self.limit.unit():
-            schedule = build_schedule(self.graph, saved)
-            self.limit.simulated += 1
-            self.limit.add(SIMULATION * len(schedule.sequence))
+        schedule = build_schedule(self.graph, saved)
+        with self.limit.unit(SIMULATION * len(schedule.sequence)):
             return Plan.of(self.graph, schedule, label)
 
     def save_everything(self) -> Plan:
@@ -118,18 +114,15 @@ class Starts:
     @cached_property
     def plans(self) -> list[Plan]:
         """The plans of all cuts, and the one that saves all that constraints allow. The first cut costs the least of all."""
-        first = self.save_what_constraints_allow()
-        if self.graph.single_phase:
-            return [first, *self._of_splits()]
-        return [first, *(self.plan(saved, f"cut {number}") for number, saved in enumerate(self.curve()))]
-
-    def _of_splits(self) -> Iterator[Plan]:
-        """Yields the starts of the splits of a single-phase graph, as its own plans."""
+        found = [self.save_what_constraints_allow()]
+        if not self.graph.single_phase:
+            return found + [self.plan(saved, f"cut {number}") for number, saved in enumerate(self.curve())]
         places = (*full_places(self.graph, 1), *full_places(self.graph, settings.splits - 1))
         for place in dict.fromkeys(places):  # the fullest one first
             if self.limit.has_passed(settings.starts_share):
                 self.lacks_cuts = True
                 break
             starts = Starts(split_at(self.graph, place), self.limit)
-            yield from (Plan.of(self.graph, Schedule(plan.sequence, ()), plan.label) for plan in starts.plans)
+            found += [Plan.of(self.graph, Schedule(plan.sequence, ()), plan.label) for plan in starts.plans]
             self.lacks_cuts = self.lacks_cuts or starts.lacks_cuts
+        return found

@@ -15,9 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoremat.planner.graph.arrays import Numbers
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Engine
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
@@ -27,17 +25,8 @@ from autoremat.planner.search.placement import place
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, PROGRAM, WorkLimit
 from autoremat.planner.settings import settings
 
-
-class _UnderStays(LocalSearch):
-    """The local search that counts the bytes which no stays can free."""
-
-    def __init__(self, search: StaysSearch) -> None:
-        super().__init__(search.graph, search.limit, search.share)
-        self.search = search
-
-    def bytes_at(self, plan: Plan) -> Numbers:
-        """Returns the least bytes at each execution under any stays."""
-        return self.search.grouped(plan).least_bytes_at_executions
+MOST_SECONDS = 30.0
+"""Time limit of one linear program. On a machine of ordinary speed, it takes less than one second."""
 
 
 class StaysSearch(LocalSearch):
@@ -47,21 +36,21 @@ class StaysSearch(LocalSearch):
     """
 
     def __init__(self, graph: Graph, limit: WorkLimit, share: float, limits: Limits, seconds_of: SecondsOf = cost_of) -> None:
-        super().__init__(graph, limit, share, seconds_of)
+        super().__init__(graph, limit, share, seconds_of, lambda plan: (self.best or plan).timeline.bytes_at)
         assert limits.peak_bytes is not None
         self.budget, self.limits = limits.peak_bytes, limits
-        self.bare, self.under = LocalSearch(graph, limit, share), _UnderStays(self)
+        self.bare = LocalSearch(graph, limit, share)
+        self.under = LocalSearch(graph, limit, share, bytes_at=lambda plan: self.grouped(plan).least_bytes_at_executions)
+        """The search that counts the bytes which no stays can free."""
         self.best: Plan | None = None
         """The cheapest plan found, with its stays."""
         self.base: Plan | None = None
         """The same plan without stays."""
-        self._placed: dict[int, tuple[Plan, Plan | None]] = {}
         self._grouped: dict[int, tuple[Plan, GroupedPlan]] = {}
 
     # -- one plan ------------------------------------------------------------------------------------------------------
 
     def grouped(self, plan: Plan) -> GroupedPlan:
-        """Returns the fusion groups of a plan without stays."""
         if id(plan) not in self._grouped:
             with self.limit.unit(PREPARATION * len(plan.sequence)):
                 self._grouped[id(plan)] = plan, GroupedPlan(plan)
@@ -69,7 +58,6 @@ class StaysSearch(LocalSearch):
 
     @property
     def least(self) -> float:
-        """The cost of the cheapest plan found."""
         return math.inf if self.best is None else self.best.cost_seconds
 
     def placed(self, plan: Plan) -> Plan | None:
@@ -77,7 +65,7 @@ class StaysSearch(LocalSearch):
         if plan.cost_seconds >= self.least or plan.peak_bytes <= self.budget:
             return plan if plan.cost_seconds < self.least else None
         grouped, most_stall = self.grouped(plan), self.least - plan.cost_seconds
-        if grouped.least_bytes > self.budget or grouped.least_stall(self.budget) >= most_stall:
+        if grouped.least_bytes > self.budget:
             return None
         with self.limit.unit(PLACEMENT * len(plan.sequence)):
             found = place(grouped, self.limits, most_stall)
@@ -93,11 +81,6 @@ class StaysSearch(LocalSearch):
         self.best, self.base = found, plan
         self.base = self.fill(plan, self.budget)  # with what the stays leave free
         return True
-
-    def bytes_at(self, plan: Plan) -> Numbers:
-        """Returns the bytes at each execution with the stays of the cheapest plan found."""
-        assert self.best is not None
-        return self.best.timeline.bytes_at
 
     def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
         """Returns True for a plan that is cheaper with its stays than all before."""
@@ -139,7 +122,7 @@ class StaysSearch(LocalSearch):
     def _reach(self, fastest: Plan) -> int:
         """Returns the bytes beyond the budget that stays could free without waiting, by the fastest plan."""
         grouped = self.grouped(fastest)
-        if any(one.form.store.engine is Engine.COMPUTE for one in grouped.storables):
+        if any(one.is_immediate for one in grouped.storables):
             return max(fastest.peak_bytes - self.budget, 0)
         carried = grouped.store_rate * float(grouped.clock[grouped.num_forward])
         return int(max(min(carried, fastest.peak_bytes - self.budget), 0))
@@ -157,8 +140,8 @@ class StaysSearch(LocalSearch):
                 break
             began, cost = time.monotonic(), self.least
             with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
-                shares = program.solve(int(share * self.budget), plan, settings.program_seconds)
-            if time.monotonic() - began >= settings.program_seconds:  # by the solver's clock
+                shares = program.solve(int(share * self.budget), plan, MOST_SECONDS)
+            if time.monotonic() - began >= MOST_SECONDS:  # by the solver's clock
                 self.limit.interrupted = self.limit.ended_by_clock = True
             if shares is None:
                 break

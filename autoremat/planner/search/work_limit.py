@@ -1,17 +1,12 @@
 """The limit of a search: an amount of work, counted in steps, so that equal requests end at the same step on any machine.
 
-A unit of work is a step whose length follows from the graph alone: a minimum cut, a simulated plan, a view, a move, a
-check. Its work is the number of its nodes, arcs, ops or executions, times a weight. A share of the work ends each stage, so
-that a graph whose starts take long still gets a plan and lower bounds.
+A unit of work is a step whose length follows from the graph alone: a minimum cut, a simulated plan, a view, a move, a check.
+Its work is the number of its nodes, arcs, ops or executions, times a weight of about a microsecond of processor time. A share
+of the work ends each stage, so that a graph whose starts take long still gets a plan and lower bounds.
 
-The clock is the last resort, for a processor that is several times slower than the one of the weights. It counts the
-processor time of units, so that other processes end no search: beside them, a search takes longer than its limit. Only the
-clock can give an equal request another plan, so a search remembers which of the two has ended it. HiGHS knows no
-processor time: a linear program of the joint choice may take 30 s by the wall, many times what it needs. One that runs into
-them counts as ended by the clock.
-
-The weights are about microseconds of processor time per item, so that all kinds of units count fairly. They were measured on
-MLPs, convolutional networks and transformers of 250 to 15,000 ops.
+The clock is the last resort, for a processor that is several times slower than the one of the weights. It counts the processor
+time of units, so that other processes end no search. Only the clock can give an equal request another plan, so a search
+remembers which of the two has ended it. A linear program that takes 30 s by the wall counts as ended by the clock.
 """
 
 from __future__ import annotations
@@ -59,22 +54,16 @@ class WorkLimit:
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = seconds
         self.work = seconds * WORK_PER_SECOND
-        """The work of a whole search."""
         self.ended_by_clock = False
         """True if the clock has left something out, in this search or in one before it."""
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new search with all the work and all the time."""
         self.done = 0.0
-        """Work of the search up to now."""
         self.elapsed = 0.0
-        """Processor time of its units, in seconds."""
         self.interrupted = False
         """True if the search has left something out, because its work was done or its time was over."""
         self.longest = 0.0
-        self.simulated = 0
-        """Number of plans that were simulated."""
 
     @contextmanager
     def unit(self, work: float = 0.0) -> Iterator[None]:
@@ -87,7 +76,6 @@ class WorkLimit:
         self.longest = max(self.longest, took)
 
     def add(self, work: float) -> None:
-        """Counts ``work``."""
         self.done += work
 
     @contextmanager
