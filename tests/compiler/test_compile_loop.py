@@ -16,13 +16,12 @@ from torch import Tensor, fx, nn
 
 import autoremat
 from autoremat.basics.errors import OptionsError
-from autoremat.compiler import compile_loop
+from autoremat.compiler import compile_loop, dynamo_backend
 from autoremat.compiler import problem as records
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.lowering import Partitioning
 from autoremat.compiler.problem import Problem, fingerprint
 from autoremat.options.options import Options
-from autoremat.request import surroundings
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
@@ -170,7 +169,7 @@ def test_shards_depend_on_the_place_of_a_rank_in_its_groups():
 
 
 def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):
-    monkeypatch.setattr(surroundings, "device_of_inputs", lambda *_: SECOND)
+    monkeypatch.setattr(dynamo_backend, "device_of_inputs", lambda *_: SECOND)
     before = len(autoremat.reports())
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     options = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": "auto", "auto_headroom": "128MiB"}

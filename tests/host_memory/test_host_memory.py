@@ -17,7 +17,7 @@ import autoremat
 from autoremat import TransferError, host_memory
 from autoremat.host_memory import links, ops
 from autoremat.host_memory.links import Link
-from autoremat.passes.forms import OnHost
+from autoremat.passes.insert_transfers import OnHost
 
 
 @pytest.fixture(autouse=True)
