@@ -128,10 +128,6 @@ def _number_or_text(text: str) -> Any:
         return text
 
 
-def _shown(report: Report, details: bool) -> str:
-    return f"{report}\n\n{report.details}" if details else str(report)
-
-
 _details = click.option("--details", is_flag=True, help="Also show all figures of the report.")
 
 _html = click.option("--html", type=_Output(), metavar="FILE",
@@ -231,7 +227,7 @@ def explain(as_json: bool, lower: bool, html: Path | None, save_plan: Path | Non
     if as_json:
         click.echo(found.to_json())
         return
-    click.echo(_shown(found, given["details"]))
+    click.echo(f"{found}\n\n{found.details}" if given["details"] else str(found))
     tables: dict[str, Callable[[], Any]] = {"values": found.table, "peak": found.peak_table, "timeline": found.op_bytes_table}
     for name, make in ({"totals": lambda: found.totals_table(given["totals"])} | tables).items():
         if given[name] and (table := make()) is not None:
@@ -282,7 +278,7 @@ def report(file: Path, as_json: bool, details: bool, html: Path | None) -> None:
         raise click.BadParameter(f"{file}: {error}", param_hint="FILE") from error
     if html is not None:
         found.to_html(html)
-    click.echo(found.to_json() if as_json else _shown(found, details))
+    click.echo(found.to_json() if as_json else f"{found}\n\n{found.details}" if details else str(found))
 
 
 @main.command(short_help="Measure the rates of this device.")

@@ -34,8 +34,6 @@ LARGEST_FILE = 2**28
 """Bytes above which a file is not read. No file that this package writes is that large."""
 
 DEFAULT_SIZE = 2**30
-MOST_BYTES = 2**60
-"""The most bytes that a file may state for anything."""
 
 KINDS = ("reports", "rates", "workspaces", "host_links")
 """All kinds of files. Only reports are deleted for space: a compilation restores them. Measured figures are small and stay."""
@@ -89,13 +87,6 @@ def read_text(kind: str, key: str) -> str | None:
     except OSError as error:
         _say_unusable(f"{path.name}: {error.strerror}")
         return None
-
-
-def checked_bytes(value: object) -> int:
-    """Returns ``value``. Raises ``ValueError`` if it is no plausible number of bytes: then its file counts as absent."""
-    if type(value) is not int or not 0 <= value <= MOST_BYTES:
-        raise ValueError(f"a number of bytes from 0 to {MOST_BYTES} was expected")
-    return value
 
 
 def write_text(kind: str, key: str, text: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoremat.basics.codec import plain
-from autoremat.basics.disk_cache import UNUSABLE, checked_bytes, read_text, write_text
+from autoremat.basics.disk_cache import UNUSABLE, read_text, write_text
 from autoremat.capture import pricing, source_info
 from autoremat.capture.capture import device_of_inputs
 from autoremat.measure.calibration import device_name
@@ -127,7 +127,6 @@ def load_record(key: str) -> Record | None:
     """Returns the record of ``key``, or None if it is missing or unusable."""
     try:
         record: Record = CODEC.read(Record, json.loads(read_text("reports", key) or ""))
-        checked_bytes(abs(record.extra_headroom_bytes))  # negative for a plan that is looser than the budget
         return record
     except UNUSABLE:
         return None

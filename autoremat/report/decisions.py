@@ -168,7 +168,6 @@ class _Explainer:
             op = graph.ops[index]
             self.forward_end.update(dict.fromkeys((*op.inputs, *op.outputs), position))
         self.feeds = {v for index in self.again for v in graph.ops[index].inputs}
-        self.read_by_backward = graph.backward_needs
 
     def run(self) -> Iterable[ForwardValue]:
         graph = self.graph
@@ -189,7 +188,7 @@ class _Explainer:
             return OF_FORM[self.stays[value].form]
         if value in self.saved:
             return Decision.SAVED
-        if index in self.again and (value in self.read_by_backward or value in self.feeds):
+        if index in self.again and (value in self.graph.backward_needs or value in self.feeds):
             return Decision.RECOMPUTED if index in self.in_forward else Decision.POSTPONED
         if self.graph.machine.fuses and value not in self.materialised and self.graph.readers[value]:
             return Decision.FUSED
@@ -239,7 +238,7 @@ class _Explainer:
                 return Reason.BUDGET, self.moment(start + int(stretch.argmax()), size + in_others)
             if in_others and self.plan.peak_bytes + in_others > self.budget:
                 return Reason.BUDGET, self.moment(self.plan.timeline.peak_position, in_others)
-        if value in self.feeds and value not in self.read_by_backward:
+        if value in self.feeds and value not in self.graph.backward_needs:
             return Reason.NEEDED, ""
         return Reason.NO_GAIN, ""
 

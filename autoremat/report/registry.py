@@ -41,14 +41,6 @@ def note_graph() -> None:
         _graphs_seen += 1
 
 
-def reset() -> None:
-    """Forgets all reports and the number of graphs, as in a new process."""
-    global _graphs_seen
-    with _lock:
-        _graphs_seen = 0
-        _reports.clear()
-
-
 class Reports(list[Report]):
     """Reports, oldest first: a list that explains why it is empty."""
 

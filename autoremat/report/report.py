@@ -90,8 +90,7 @@ class Report(Shown, ReportData):
         peaks = f"{format_bytes(self.peak_bytes)} {budget}; {words} {format_bytes(other)}"
         return f"{peaks}; time {self.added_share:+.1%}{stored}{clock}"
 
-    def line(self) -> str:
-        return self.summary()
+    line = summary
 
     def tables(self) -> Sequence[PlainTable]:
         return [named_figures(text_tables.brief(self))]

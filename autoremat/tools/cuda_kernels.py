@@ -58,13 +58,8 @@ class Attention:
 
     @property
     def kernel(self) -> str:
-        """The first suitable kernel.
-
-        1. "cudnn" on the newest server GPUs;
-        2. "flash" for half precision without a mask;
-        3. "efficient" for other dense cases;
-        4. "math", the plain product.
-        """
+        """The first suitable kernel: "cudnn" on the newest servers, "flash" for half precision without a mask, "efficient" for
+        other dense cases, "math", the plain product."""
         suits = {"cudnn": self._suits_cudnn, "flash": self._suits_flash, "efficient": self._suits_efficient}
         return next((kernel for kernel, is_suitable in suits.items() if is_suitable()), "math")
 
@@ -190,22 +185,17 @@ def attention_on_cuda(
         cudnn = aten._scaled_dot_product_cudnn_attention
         out = cudnn(query, key, value, mask, needs_gradients, dropout_p, is_causal, False, scale=scale)[0]
     elif kernel == "efficient":
-        # The kernel reads one mask per head.
-        bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
+        if mask is not None:  # the kernel reads one per head, with rows that ATen pads so
+            keys, is_aligned = mask.shape[-1], all(stride % BIAS_ALIGNMENT == 0 for stride in mask.stride()[:-1])
+            if mask.stride(-1) != 1 or not is_aligned:
+                mask = F.pad(mask, (0, BIAS_ALIGNMENT - keys % BIAS_ALIGNMENT))[..., :keys]
+            mask = mask.expand(*query.shape[:3], key.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
-        out = efficient(query, key, value, bias, needs_gradients, dropout_p, is_causal, scale=scale)[0]
+        out = efficient(query, key, value, mask, needs_gradients, dropout_p, is_causal, scale=scale)[0]
     else:
         plain = aten._scaled_dot_product_attention_math
         out = plain(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
     return out
-
-
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """Returns the mask with rows that memory-efficient attention can read, as ATen pads it."""
-    if mask.stride(-1) == 1 and all(stride % BIAS_ALIGNMENT == 0 for stride in mask.stride()[:-1]):
-        return mask
-    keys = mask.shape[-1]
-    return F.pad(mask, (0, BIAS_ALIGNMENT - keys % BIAS_ALIGNMENT))[..., :keys]
 
 
 class _FusedNorm(torch.autograd.Function):

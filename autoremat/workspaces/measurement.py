@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autoremat.basics import disk_cache
+from autoremat.basics.codec import Codec
 from autoremat.measure.calibration import device_key, measurable, outside_of_modes
 from autoremat.ops import op_traits
 from autoremat.planner.graph.op import Trait
@@ -138,13 +139,8 @@ def remember() -> None:
 def _stored(key: str) -> Workspaces:
     try:
         record = json.loads(disk_cache.read_text("workspaces", key) or "")
-        found: Workspaces = {}
-        for name, row in record.items():
-            found[str(name)] = None
-            if row is not None:
-                workspace, excess = row
-                found[str(name)] = Measured(disk_cache.checked_bytes(workspace), tuple(map(disk_cache.checked_bytes, excess)))
-        return found
+        kind = tuple[int, tuple[int, ...]]
+        return {str(name): None if row is None else Measured(*Codec().read(kind, row)) for name, row in record.items()}
     except disk_cache.UNUSABLE:
         return {}
 

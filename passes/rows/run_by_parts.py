@@ -28,7 +28,7 @@ from torch import fx
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.building import make
-from autoremat.passes.rows.row_partition import Region, Rows, Step, described, shape_of
+from autoremat.passes.rows.row_partition import Region, Rows, described, shape_of
 from autoremat.planner.graph.op import SEQUENTIAL
 from autoremat.torch_private import joint_graphs
 
@@ -103,27 +103,20 @@ class _Rewriting:
 
     def run(self) -> None:
         order = {node: position for position, node in enumerate(self.graph.nodes)}
-        stages: dict[int, list[fx.Node]] = {}
-        for node, stage in stages_of(self.graph, self.region).items():
-            stages.setdefault(stage, []).append(node)
-        for stage, nodes in sorted(stages.items()):
-            nodes.sort(key=lambda node: order[node])
+        stages, parts = stages_of(self.graph, self.region), range(len(self.bounds))
+        for stage in sorted(set(stages.values())):
+            nodes = sorted((node for node in stages if stages[node] == stage), key=order.__getitem__)
+            self.sliced.clear()
+            self.flat.clear()
             with self.graph.inserting_before(nodes[-1]):
-                self.run_stage(nodes, stage >= IN_BACKWARD)
+                for part in reversed(parts) if stage >= IN_BACKWARD else parts:
+                    for node in nodes:
+                        self.run_part(node, part)
+                for node in nodes:
+                    self.join(node)
         for node in sorted(self.region.steps, key=lambda node: -order[node]):
             self.graph.erase_node(node)
         _sort(self.graph)
-
-    def run_stage(self, nodes: list[fx.Node], backwards: bool) -> None:
-        """Adds the chunks of one stage and joins them. Backward stages start with the last chunk."""
-        parts = range(len(self.bounds))
-        self.sliced.clear()
-        self.flat.clear()
-        for part in reversed(parts) if backwards else parts:
-            for node in nodes:
-                self.run_part(node, part)
-        for node in nodes:
-            self.join(node)
 
     def run_part(self, node: fx.Node, part: int) -> None:
         """Adds one chunk of ``node``, or adds the chunk's summand to the sum that replaces ``node``."""
@@ -136,7 +129,11 @@ class _Rewriting:
         call = step.call(args, kwargs, stop - start)
         if step.by_part:
             made = cast("fx.Node", args[0]) if call is None else make(node, *call)
-            _check(node, made, step, stop - start)
+            if step.rows is not None and not step.several:
+                whole, rows, value = node.meta["val"], stop - start, made.meta["val"]
+                sizes = (whole.shape[0], rows) if step.rows.transposed else (rows, *whole.shape[step.rows.lead :])
+                if value.shape != sizes or value.dtype != whole.dtype:
+                    raise ChunkingUnsupported(f"{described(node)} makes {tuple(value.shape)} of {rows} rows, not {sizes}")
             made.meta[PART] = True
             self.made[node, part] = made
         else:
@@ -229,15 +226,6 @@ class _Rewriting:
                 result = make(node, convert, (result, node.meta["val"].dtype))
         self.whole[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.region.steps)
-
-
-def _check(node: fx.Node, part: fx.Node, step: Step, rows: int) -> None:
-    if step.rows is None or step.several:
-        return
-    whole, made, lead = node.meta["val"], part.meta["val"], step.rows.lead
-    sizes = (whole.shape[0], rows) if step.rows.transposed else (rows, *whole.shape[lead:])
-    if made.shape != sizes or made.dtype != whole.dtype:
-        raise ChunkingUnsupported(f"{described(node)} makes {tuple(made.shape)} of {rows} rows, not {sizes}")
 
 
 def _sort(graph: fx.Graph) -> None:
