@@ -35,7 +35,7 @@ from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 log = logging.getLogger("autoremat")
 
-ESTIMATED = "the peak of the code is an estimate: a C++ wrapper that branches does not show it"
+ESTIMATED = "the peak of the code is an estimate: a wrapper in C++ does not show it"
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,11 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
             copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
         facts = known.allocation_bytes, known.workspaces, copied, known.device_type
         replayed = replay(source, counted, buffer_bytes, held, *facts, results_of, Origins(lowering).workspace)
-        pool, other = (_scheduled_peak(lowering, held), 0) if replayed is None else (replayed.pool_bytes, replayed.other_bytes)
+        if replayed is None:
+            needed = (size for sizes in known.workspaces.values() for size in sizes.values())
+            pool, other = _scheduled_peak(lowering, held) + max(needed, default=0), 0
+        else:
+            pool, other = replayed.pool_bytes, replayed.other_bytes
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
         peak = pool + other + known.code_headroom_bytes

@@ -19,7 +19,6 @@ from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_forms import (
     COPIED,
     PARTITION,
-    as_python,
     copies_of_inputs,
     is_in_partition,
     joined,
@@ -100,7 +99,7 @@ def _code(source: str, has_cuda_graphs: bool) -> tuple[list[ast.stmt] | None, Ca
     The second result is a function that returns True for a variable whose allocation a CUDA graph records.
     """
     nothing, everything = (lambda _: False), (lambda _: True)
-    functions = [n for n in ast.walk(ast.parse(as_python(source) or source)) if isinstance(n, ast.FunctionDef)]
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     call = next((list(_statements(f.body)) for f in functions if f.name == "call"), None)
     numbered = [(match, f) for f in functions if (match := PARTITION.fullmatch(f.name))]
     partitions = {int(match[1]): list(_statements(f.body)) for match, f in numbered}
