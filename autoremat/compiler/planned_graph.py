@@ -18,13 +18,14 @@ from autoremat.compiler.problem import Problem, Reference
 from autoremat.ops.collectives import GLOO_THREADS, held_bytes
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.cost.datasheets import device_memory
+from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import SHARDS, Constraint, Form, Role, Value
 from autoremat.planner.memory.allocations import HalfAllocations, joined, unsplit_bytes
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.planner.plans.limits import Limits, PlanPoint, border_bytes, point_of
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
+from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of
 from autoremat.report.report import Report
 from autoremat.torch_private import compilers

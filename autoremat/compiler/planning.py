@@ -31,8 +31,7 @@ from autoremat.planner.multigraph.step import StepGraph
 from autoremat.planner.plans.limits import Limits, undominated
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile, fitted
-from autoremat.planner.search.bound_forms import BoundForms
-from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planner import BoundForms, Planner
 from autoremat.torch_private import fake_tensors
 from autoremat.torch_private.higher_order import chunked_by
 
@@ -266,7 +265,7 @@ class SmallestGraph:
             baseline,
             self.priced.graph.step_seconds,
             reference=reference.with_more(copies, copies),
-            ended_by_clock=planner.ended_by_clock,
+            ended_by_clock=planner.limit.ended_by_clock,
         )
 
 

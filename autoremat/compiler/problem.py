@@ -75,7 +75,7 @@ class Searches:
     @property
     def ended_by_clock(self) -> bool:
         """True if the clock has ended a search of any attempt, so that another compilation may choose another plan."""
-        return any(planner.ended_by_clock for _, planner in self.planners)
+        return any(planner.limit.ended_by_clock for _, planner in self.planners)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,6 @@ from autoremat.planner.search.starts import Starts, without_recomputation
 from autoremat.planner.search.work_limit import WorkLimit
 from autoremat.planner.settings import settings
 
-Solver = Callable[[Graph, int | None, float, int], PlanningResult]
-"""Returns the result of a search, given a graph, a budget in bytes (None: no bound), a time limit in seconds, and a seed."""
-
 
 def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
     """Returns the result of the integer program alone, of more columns for more time."""
@@ -46,19 +43,10 @@ def _by_cuts(graph: Graph, budget: int | None, time_limit: float, seed: int) -> 
     return result_of(starts.save_everything(), budget, starts.limit).with_plans(starts.plans, budget, starts.lacks_cuts)
 
 
-SOLVERS: dict[str, Solver] = {
-    "auto": _by_all_means,
-    "ilp": _by_integer_program,
-    "min_cut": _by_cuts,
-}
-"""Solvers by name.
-
-| name | method |
-|---|---|
-| ``auto`` | local search, then annealing, then the integer program of small graphs |
-| ``ilp`` | integer program, from nothing; not for graphs that fuse |
-| ``min_cut`` | minimum cuts without the local search |
-"""
+SOLVERS: dict[str, Callable[[Graph, int | None, float, int], PlanningResult]] = {
+    "auto": _by_all_means, "ilp": _by_integer_program, "min_cut": _by_cuts,
+}  # fmt: skip
+"""Solvers by name. They take a graph, a budget in bytes (None: no bound), a time limit in seconds, and a seed."""
 
 
 def plan(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.cost.device import Pricing
+from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.graph.op import Value
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_json import FORMAT
-from autoremat.planner.search.planner import ROUNDING
 from autoremat.report.decisions import ForwardValue, Total, explain_values, totals_of
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, parts_of_peak, peak_of, profile_of
 

@@ -17,9 +17,10 @@ from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
+from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import ROUNDING, Planner
+from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
 

@@ -27,7 +27,6 @@ import time
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import bmat, csc_matrix, csr_matrix, eye
 
 from autoremat.planner.cost.durations import traffic_of
@@ -35,12 +34,10 @@ from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.mip import Program, Rows, solve
+from autoremat.planner.mip import Program, Rows, Vector, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 from autoremat.planner.settings import settings
-
-Vector = NDArray[np.float64]
 
 
 def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
@@ -221,7 +218,13 @@ def improve(
         return found
     plans, interrupted = list[Plan](), False
     penalty = settings.penalty * max(graph.step_seconds, 1e-30) / max(found.baseline.peak_bytes, 1)
-    for model in _models(graph, columns):
+    models = list[IntervalModel]()  # the deepest one that is small, or that of depth 1, and deeper ones within ``columns``
+    for depth in settings.depths:
+        model = IntervalModel(graph, depth)
+        if not 0 < model.columns <= columns or (models and model.columns == models[-1].columns):
+            break
+        models = [model] if model.columns <= settings.columns else [*models, model]
+    for model in models:
         allowance = np.zeros(len(graph.ops))
         for _ in range(settings.programs):
             left = deadline - time.monotonic()
@@ -239,17 +242,6 @@ def improve(
             np.maximum.at(simulated, np.array(sites_of(graph, plan.schedule), dtype=np.int64), plan.timeline.bytes_at)
             allowance = np.maximum(model.bytes_at(chosen) - simulated[:-1], 0.0)
     return found.with_plans(plans, budget, interrupted)
-
-
-def _models(graph: Graph, columns: int) -> list[IntervalModel]:
-    """Returns the deepest model that is small, or that of depth 1, and deeper ones of at most so many ``columns``."""
-    models = list[IntervalModel]()
-    for depth in settings.depths:
-        model = IntervalModel(graph, depth)
-        if not 0 < model.columns <= columns or (models and model.columns == models[-1].columns):
-            break
-        models = [model] if model.columns <= settings.columns else [*models, model]
-    return models
 
 
 def _program(model: IntervalModel, budget: Vector, penalty: float) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
 from autoremat.planner.graph.graph import Graph
@@ -55,12 +55,9 @@ class Share:
 
     def excess_bytes(self, point: PlanPoint) -> int:
         """Returns the bytes by which ``point`` exceeds the limit that it misses most; not positive if it keeps to all."""
-        return max(
-            point.saved_bytes - self.saved_bytes,
-            point.forward_peak_bytes - self.forward_peak_bytes,
-            point.backward_peak_bytes - self.backward_peak_bytes,
-            point.host_bytes - self.host_bytes,
-        )
+        _, *taken = astuple(point)
+        excess: int = max(bytes_ - most for bytes_, most in zip(taken, astuple(self), strict=True))
+        return excess
 
 
 @dataclass(frozen=True)

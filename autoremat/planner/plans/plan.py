@@ -269,13 +269,7 @@ class Plan(Shown):
 
 
 def check_executions(graph: Graph, schedule: Schedule) -> None:
-    """Raises ``PlanInvalid`` if the schedule breaks a rule.
-
-    - The backward's own ops run once each, in the graph's sequence. The forward runs only forward ops, and all that it must.
-    - In the forward, first executions follow the graph's sequence. It repeats ops only if there is no backward.
-    - No op runs twice or in the backward that is not rematerializable or that a constraint saves.
-    - Every read finds its value, and the backward's outputs exist at the end.
-    """
+    """Raises ``PlanInvalid`` if the executions or their sequence break a rule."""
     if schedule.sequence != schedule.forward + schedule.backward or (graph.single_phase and schedule.backward):
         raise PlanInvalid("the executions are not those of the graph's halves")
     own = [op for op in schedule.backward if not 0 <= op < graph.num_forward]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,9 +67,16 @@ class GroupedPlan:
         then."""
         self.bytes: Numbers = np.maximum.reduceat(plan.timeline.bytes_at, self.begins)
         """Bytes that are live at each group."""
-        group = np.repeat(np.arange(len(self.begins)), self.ends - self.begins + 1)
-        self.storables = tuple(_storables(LiveView(plan), border, group.tolist()))
-        """In the sequence in which their values are computed; those of one value, in the sequence of its forms."""
+        group = np.repeat(np.arange(len(self.begins)), self.ends - self.begins + 1).tolist()
+        self.storables: list[Storable] = []
+        """The saved values in the sequence in which they are computed; those of one value, in the sequence of its forms."""
+        view, outputs = LiveView(plan), {*self.graph.forward_outputs, *self.graph.backward_outputs}
+        for number, start, uses in zip(view.value, view.start, view.uses, strict=True):
+            late, value = bisect_left(uses, border), self.graph.values[number]
+            if start < border and late < len(uses) and value.forms and number not in outputs:
+                places = (group[start], group[uses[late - 1] if late else start], group[uses[late]])
+                found = (Storable(number, form, value.bytes, *places) for form in value.forms)
+                self.storables += (one for one in found if one.relief > 0)
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
@@ -115,14 +121,3 @@ class GroupedPlan:
         return Stay(
             storable.value, storable.form.name, int(ends[store]), int(ends[free]), int(begins[load]), int(begins[storable.need])
         )
-
-
-def _storables(view: LiveView, border: int, group: list[int]) -> Iterator[Storable]:
-    """Yields the saved values with their forms. ``group`` is that of each execution."""
-    graph, outputs = view.graph, {*view.graph.forward_outputs, *view.graph.backward_outputs}
-    for value, start, uses in zip(view.value, view.start, view.uses, strict=True):
-        late, forms = bisect_left(uses, border), () if value in outputs else graph.values[value].forms
-        if start < border and late < len(uses):
-            free, need = group[uses[late - 1] if late else start], group[uses[late]]
-            found = (Storable(value, form, graph.values[value].bytes, group[start], free, need) for form in forms)
-            yield from (one for one in found if one.relief > 0)

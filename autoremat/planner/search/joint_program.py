@@ -29,19 +29,17 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoremat.planner.cost.durations import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Kind
-from autoremat.planner.mip import Program, Rows, solve
+from autoremat.planner.mip import Program, Rows, Vector, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import settings
 
 MILLISECOND, GIBIBYTE = 1e-3, float(2**30)
 """Units of the program, for the solver's tolerances."""
 
-Vector = NDArray[np.float64]
 T = TypeVar("T")
 
 
@@ -53,19 +51,28 @@ class JointProgram:
     """
 
     def __init__(self, graph: Graph, seconds: Vector, host_bytes: int | None = None) -> None:
-        self.graph, self.seconds, self.host_bytes = graph, seconds, host_bytes
+        self.graph = graph
         self.clock: Vector = np.append(0.0, np.cumsum(seconds)) / MILLISECOND
         """For each op, the moment at which it begins."""
         needed = graph.ancestors(graph.producers(graph.backward_needs))
         self.ops = [o for o in sorted(needed) if graph.ops[o].may_run_again]
         self.values = sorted(graph.backward_needs.union(v for o in needed for v in graph.computed_inputs[o]))
         self.outputs = {*graph.forward_outputs, *graph.backward_outputs}
-        self.forms: list[tuple[int, Form]] = [
-            (v, form) for v in self.values if v not in self.outputs for form in graph.values[v].forms
-        ]
         self._number_columns()
         self._find_reads()
-        self.rows = self._rows()
+        self.rows = Rows()
+        self._add_logic(self.rows)
+        self._add_link(self.rows)
+        self.memory_rows = slice(len(self.rows.low), len(self.rows.low) + len(self.points) - 1)
+        """The rows whose bounds depend on the budget."""
+        for point in self.points[:-1]:  # the last one is the end of the step
+            self._add_memory(self.rows, point)
+        again = {self.again[o]: -traffic_of(graph).recompute_seconds[o] for o in self.ops if o in graph.required_forward}
+        again = {column: seconds / MILLISECOND for column, seconds in again.items()}
+        self.rows.add({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
+        if host_bytes is not None:
+            held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
+            self.rows.add(held, -np.inf, host_bytes / graph.calls.in_flight / GIBIBYTE)
         self.matrix = self.rows.matrix(self.columns)
 
     def _number_columns(self) -> None:
@@ -73,7 +80,8 @@ class JointProgram:
         self.late = [p for p in self._points(first, end, settings.program_points[1]) if p > first]
         self.points = self._points(0, first, settings.program_points[0]) + self.late
         self.again, self.kept = _numbered(self.ops, columns), _numbered(self.values, columns)
-        self.stored = _numbered(self.forms, columns)
+        storable = ((value, form) for value in self.values for form in self.graph.values[value].forms)
+        self.stored = _numbered((one for one in storable if one[0] not in self.outputs), columns)
         self.wait, self.out = _numbered(self.points, columns), _numbered(self.points, columns)
         self.back, self.columns = _numbered(self.late, columns), next(columns)
         self.saved = {value: [column] for value, column in self.kept.items()}
@@ -120,8 +128,10 @@ class JointProgram:
         Bytes are counted from those of ``plan``.
         """
         high, upper, memory = np.array(self.rows.high), np.full(self.columns, np.inf), self.memory_rows
-        counted = self.matrix[memory] @ self._chosen(plan)
-        high[memory] = counted + (budget - self._most_bytes(plan)[:-1]) / GIBIBYTE
+        again, chosen = set(plan.schedule.backward), np.zeros(self.columns)
+        chosen[[self.kept[value] for value in plan.saved if value in self.kept]] = 1.0
+        chosen[[column for op, column in self.again.items() if op in again]] = 1.0
+        high[memory] = self.matrix[memory] @ chosen + (budget - self._most_bytes(plan)[:-1]) / GIBIBYTE
         upper[: self.wait[self.points[0]]] = 1.0
         program = Program(self.matrix, self._cost(), np.array(self.rows.low), high, np.zeros(self.columns), upper)
         found, shares = solve(program, 0, seconds), np.zeros(len(self.graph.values))
@@ -130,21 +140,6 @@ class JointProgram:
         for value, columns in self.saved.items():
             shares[value] = found[columns].sum()
         return shares
-
-    def _rows(self) -> Rows:
-        """Returns all rows. The bounds of those of the memory depend on the budget."""
-        traffic, rows, required = traffic_of(self.graph), Rows(), self.graph.required_forward
-        self._add_logic(rows)
-        self._add_link(rows)
-        self.memory_rows = slice(len(rows.low), len(rows.low) + len(self.points) - 1)
-        for point in self.points[:-1]:  # the last one is the end of the step
-            self._add_memory(rows, point)
-        again = {c: -traffic.recompute_seconds[o] / MILLISECOND for o, c in self.again.items() if o in required}
-        rows.add({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
-        if self.host_bytes is not None:
-            held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
-            rows.add(held, -np.inf, self.host_bytes / self.graph.calls.in_flight / GIBIBYTE)
-        return rows
 
     def _cost(self) -> Vector:
         traffic, cost = traffic_of(self.graph), np.zeros(self.columns)
@@ -215,12 +210,6 @@ class JointProgram:
 
     def _is_materialised(self, value: int) -> bool:
         return not self.graph.machine.fuses or self.graph.ops[self.graph.makers[value]].kind is Kind.EXTERN
-
-    def _chosen(self, plan: Plan) -> Vector:
-        again, found = set(plan.schedule.backward), np.zeros(self.columns)
-        found[[self.kept[value] for value in plan.saved if value in self.kept]] = 1.0
-        found[[column for op, column in self.again.items() if op in again]] = 1.0
-        return found
 
     def _most_bytes(self, plan: Plan) -> Vector:
         """Returns, for each point, the most bytes under the plan since the point before."""

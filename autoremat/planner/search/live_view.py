@@ -43,15 +43,10 @@ class Facts:
         self.needed_at_the_end = frozenset(held).intersection(graph.forward_values)
 
 
-def facts_of(graph: Graph) -> Facts:
-    """Returns what moves read of ``graph``, computed once per graph."""
-    return graph.derived(Facts)
-
-
 def schedule_of(graph: Graph, executions: Sequence[int]) -> Schedule:
     """Returns the schedule of a backward, or of all executions of a single phase, without recomputation that nothing reads."""
     first = {index: place for place, index in reversed(list(enumerate(executions)))} if graph.single_phase else {}
-    needed, kept = set(facts_of(graph).needed_at_the_end), list[int]()
+    needed, kept = set(graph.derived(Facts).needed_at_the_end), list[int]()
     for place, index in reversed(list(enumerate(executions))):
         is_own = first[index] == place if graph.single_phase else index >= graph.num_forward
         if is_own or not needed.isdisjoint(graph.made[index]):
@@ -68,7 +63,7 @@ class LiveView:
     """The live ranges of ``plan`` under the moves of a batch. ``bytes_at`` takes the place of the plan's own, if given."""
 
     def __init__(self, plan: Plan, bytes_at: Numbers | None = None) -> None:
-        self.plan, self.graph, self.facts, self.sequence = plan, plan.graph, facts_of(plan.graph), plan.sequence
+        self.plan, self.graph, self.facts, self.sequence = plan, plan.graph, plan.graph.derived(Facts), plan.sequence
         self.border = 0 if self.graph.single_phase else len(plan.schedule.forward)
         """The first execution before which values can be computed again."""
         fused = fusion_in(self.graph, plan.schedule)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from functools import partial
 from itertools import pairwise
@@ -24,15 +25,10 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.limits import undominated
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.live_view import LiveView, facts_of, schedule_of
+from autoremat.planner.search.live_view import Facts, LiveView, schedule_of
 from autoremat.planner.search.moves import Drop, Drops, keeps_of, relief
 from autoremat.planner.search.work_limit import CHOICE, SIMULATION, STEP, VIEW, WorkLimit
 from autoremat.planner.settings import settings
-
-SEED = 0
-
-EVERY = 1 << 30
-"""More moves than a batch has."""
 
 SecondsOf = Callable[[Plan], float]
 """What a search makes least."""
@@ -54,9 +50,9 @@ class LocalSearch:
     def __init__(
         self, graph: Graph, limit: WorkLimit, share: float = 1.0, seconds_of: SecondsOf = cost_of, bytes_at: BytesOf = bytes_of
     ) -> None:
-        self.graph, self.limit, self.share, self.random = graph, limit, share, random.Random(SEED)
+        self.graph, self.limit, self.share, self.random = graph, limit, share, random.Random(0)
         self.seconds_of, self.bytes_at = seconds_of, bytes_at
-        self.never_saved = facts_of(graph).never_saved
+        self.never_saved = graph.derived(Facts).never_saved
         self.patience = min(max(settings.trial_work // max(graph.num_forward, 1), settings.trials[0]), settings.trials[1])
         self.seconds_of_a_byte = 1e-8 * graph.step_seconds
         """Seconds that each drop counts beside its own, so that free ones free many bytes."""
@@ -89,7 +85,7 @@ class LocalSearch:
 
     def _batches(self, plan: Plan, choose: Choice, improves: Callable[[Plan, Plan], bool], most_banned: int) -> Plan:
         """Returns the plan after batches of moves, each of which improves it."""
-        most, banned = EVERY, set[Hashable]()
+        most, banned = sys.maxsize, set[Hashable]()
         while len(banned) < most_banned and not self.is_over():
             view = self.view(plan)
             chosen = choose(view, most, banned)
@@ -97,7 +93,7 @@ class LocalSearch:
                 break
             found = self.plan(view.schedule(), plan.label)
             if found is not None and improves(found, plan):
-                plan, most, banned = found, EVERY, set()
+                plan, most, banned = found, sys.maxsize, set()
             elif len(chosen) == 1:
                 banned.add(chosen[0])
             else:

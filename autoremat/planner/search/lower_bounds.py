@@ -98,11 +98,9 @@ class _Points:
     """Lower bounds of one graph by its program points: the start of the backward alone with ``only_first``."""
 
     def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
-        self.graph = graph
-        if any(value.forms for value in graph.values):
-            mincut = copy.copy(mincut)
-            mincut.bytes = np.array([graph.values[value].least_bytes for value in mincut.values], dtype=np.float64)
-        self.mincut, self.behind = mincut, copy.copy(mincut)
+        self.graph, self.mincut = graph, copy.copy(mincut)
+        self.mincut.bytes = np.array([graph.values[value].least_bytes for value in mincut.values], dtype=np.float64)
+        self.behind = copy.copy(self.mincut)
         """The cuts behind the border: what is held there was saved, or computed again before."""
         makers = [len(graph.ops[producer].outputs) for producer in mincut.producers]
         self.behind.traffic = np.minimum(mincut.traffic, mincut.costs[mincut.producers] / makers)
@@ -145,13 +143,6 @@ class _Points:
         there = self._there(moment) - set(self.graph.forward_outputs)
         return float(budget - self._beside_bytes - self.fixed[moment] - sum(self.graph.values[v].bytes for v in there))
 
-    def _room_for_saved(self, budget: int) -> float:
-        """Returns an upper bound on the saved bytes of one call within ``budget`` bytes, without the outputs."""
-        at_border = budget - self.graph.calls.resident_bytes - self.graph.tangent_bytes
-        rooms = [at_border / (self.others + 1) - self.output_bytes]
-        rooms += [self.least_saved + (self._room(m, budget) - self._least_bytes(m)) / self.others for m in self.chosen]
-        return min(rooms)
-
     def _border_cut(self, price: float, traffic: bool = True) -> Cut:
         return self.mincut.cut(price, needs=self.graph.backward_needs, traffic=traffic)
 
@@ -164,13 +155,17 @@ class _Points:
 
         Once the limit has passed, program points that are left give no bound.
         """
-        seconds, rooms = [0.0], list[float]()
+        seconds, rooms = [0.0], list[float]()  # rooms are upper bounds on the saved bytes of one call, without the outputs
         for moment in self.chosen:
             if not self.limit.has_passed():
                 least, room = self._least_bytes(moment), self._room(moment, budget)
                 seconds.append(self._seconds_within(partial(self._cut, moment), least, room))
         if self.others and not self.limit.has_passed():
-            rooms.append(self._room_for_saved(budget))
+            at_border = budget - self.graph.calls.resident_bytes - self.graph.tangent_bytes
+            rooms.append(at_border / (self.others + 1) - self.output_bytes)
+            for moment in self.chosen:
+                more = self._room(moment, budget) - self._least_bytes(moment)
+                rooms.append(self.least_saved + more / self.others)
         if self.mincut.traffic.any() and self.chosen:
             rooms.append(budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes)
         if rooms and not self.limit.has_passed():

@@ -76,6 +76,8 @@ class MinCut:
         self.traffic = traffic.saving_seconds[list(self.values)]
         self.costs = np.array(traffic.repeat_seconds[:num_ops])
         """Seconds of running each forward op again."""
+        self.top_price = 1.0 + graph.forward_seconds
+        """Price in seconds per saved byte at which a single byte costs more than the whole forward."""
         self.fixed = np.array([not op.may_run_again for op in ops], dtype=bool)
         to_recompute = [op.constraint is Constraint.RECOMPUTE and op.rematerializable for op in ops]
         self.to_recompute = np.array(to_recompute, dtype=bool)[self.producers]
@@ -86,11 +88,6 @@ class MinCut:
         # A recomputed op needs all its inputs even if one of its results is saved, because no arc leads back to its values.
         infinite_arcs(self.flow, [(node[v], o) for o, op in enumerate(ops) for v in op.inputs if v in node])
         self.need = infinite_arcs(self.flow, [(node[v], self.sink) for v in self.needs])
-
-    @property
-    def top_price(self) -> float:
-        """Price in seconds per saved byte at which a single byte costs more than the whole forward."""
-        return 1.0 + self.graph.forward_seconds
 
     def cut(
         self,

@@ -130,16 +130,14 @@ class Drops:
                     newest < 0
                     or newest == dropped
                     or view.absent[newest]
-                    or (not lives and (view.size[newest] > kept_bytes or self._must_not_cross(newest)))
+                    or (not lives and view.size[newest] > kept_bytes)
+                    or (not lives and view.start[newest] < view.border and value in facts.never_saved)
                 ):
                     ops.add(maker)
                     stack.append(maker)
                 elif newest >= 0 and not lives:
                     extended[newest] = None
         return tuple(sorted(ops)), tuple(extended)
-
-    def _must_not_cross(self, number: int) -> bool:
-        return self.view.start[number] < self.view.border and self.view.value[number] in self.facts.never_saved
 
     def apply(self, drop: Drop) -> None:
         """Changes the view by a drop."""

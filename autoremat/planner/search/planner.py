@@ -6,10 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import Any
 
+from autoremat.basics.errors import OptionsError
+from autoremat.basics.units import format_bytes
+from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.local_search import LocalSearch, SecondsOf
 from autoremat.planner.search.lower_bounds import LowerBounds
 from autoremat.planner.search.placement import MANY, relieving
@@ -17,6 +22,8 @@ from autoremat.planner.search.starts import Starts, without_recomputation
 from autoremat.planner.search.stays_search import StaysSearch, lowest_with_stays
 from autoremat.planner.search.work_limit import CHECK, PLACEMENT, WorkLimit
 from autoremat.planner.settings import settings
+
+_by_peak, _by_cost = attrgetter("peak_bytes", "cost_seconds"), attrgetter("cost_seconds", "peak_bytes")
 
 
 class Planner:
@@ -39,10 +46,6 @@ class Planner:
         """The plan without other limits, once it was asked for."""
         self.baseline = self.starts.save_everything()
         self.check(self.baseline, ignores_recompute=True)
-
-    @property
-    def ended_by_clock(self) -> bool:
-        return self.limit.ended_by_clock
 
     def restart(self) -> None:
         """Begins a new search with all its work. Starts stay; plans that were found for other budgets go.
@@ -132,7 +135,11 @@ class Planner:
             fitting = (plan for plan in self._front if limits.keep(self.completed(plan)))
             best = min(fitting, key=_by_cost, default=None)
         elif budget is None:
-            best = self._unlimited = self._without_budget()
+            best, most = min(self.plans, key=_by_cost), self.limits.peak_bytes
+            below = None if most is None else self._cheapest(most, lowers=False)
+            if below and below.cost_seconds - best.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds:
+                best = below
+            self._unlimited = best
         else:
             best = self._cheapest(budget)
         if best is not None:
@@ -171,15 +178,6 @@ class Planner:
             found += filter(None, [search.cheapest([self._lowest], budget, enough) if is_bare else self._lowest])
         self.found += found
         return min((*known, *found), key=_by_cost, default=None)
-
-    def _without_budget(self) -> Plan:
-        """Returns the cheapest plan within the peak of the planner's limits if that costs little time; else the fastest."""
-        fastest, most = min(self.plans, key=_by_cost), self.limits.peak_bytes
-        below = None if most is None else self._cheapest(most, lowers=False)
-        if below is None:
-            return fastest
-        worth = below.cost_seconds - fastest.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds
-        return below if worth else fastest
 
     def _find_least_peak(self, seconds: float) -> PlanningResult:
         """Returns the plan of the least peak found within ``seconds``, if there is one.
@@ -272,7 +270,7 @@ class Planner:
         fitting = next(filter(limits.keep, plans), None)
         interrupted, least = self.limit.interrupted or self.starts.lacks_cuts, self.bounds.within().peak_bytes
         return PlanningResult(
-            fitting, self.baseline, plans[-1], least, seconds, interrupted, self.ended_by_clock,
+            fitting, self.baseline, plans[-1], least, seconds, interrupted, self.limit.ended_by_clock,
             is_searched,
         )  # fmt: skip
 
@@ -280,16 +278,52 @@ class Planner:
         return self.bounds.within(Limits(budget)).seconds
 
 
-def _by_peak(plan: Plan) -> tuple[int, float]:
-    return plan.peak_bytes, plan.cost_seconds
+class BoundForms(Planner):
+    """The planner of ``whole``, in whose plans each of ``bound_values`` that crosses has its form, as constraints demand.
 
+    The search may use that form without counting its bytes on the host, which are set aside before. Each plan that leaves the
+    planner is completed: what it left on the device is stored as early and loaded as late as the link allows.
+    """
 
-def _by_cost(plan: Plan) -> tuple[float, int]:
-    return plan.cost_seconds, plan.peak_bytes
+    def __init__(self, whole: Graph, bound_values: frozenset[int], limits: Limits, **settings: Any) -> None:
+        self.whole, self.bound_values, self.host_bytes = whole, bound_values, limits.host_bytes
+        self._completed: dict[int, tuple[Plan, Plan]] = {}
+        """By the identity of a plan: the plan, and the completed one."""
+        values, held = list(whole.values), 0
+        for number in bound_values:
+            forms = values[number].forms
+            held += sum(form.host_bytes for form in forms) * whole.calls.in_flight
+            values[number] = replace(values[number], forms=tuple(replace(form, host_bytes=0) for form in forms))
+        left = None if limits.host_bytes is None else max(0, limits.host_bytes - held)
+        super().__init__(replace(whole, values=tuple(values)), limits=replace(limits, host_bytes=left), **settings)
+        self.baseline = Plan.of(whole, self.baseline.schedule, self.baseline.label)
 
+    def completed(self, plan: Plan) -> Plan:
+        """Returns ``plan`` with stays for all bound values that cross. Raises ``OptionsError`` if the host lacks memory."""
+        if id(plan) not in self._completed:
+            stays = {stay.value: stay for stay in plan.schedule.stays}
+            if missing := self.bound_values.intersection(plan.saved).difference(stays):
+                only = (replace(v, forms=v.forms if number in missing else ()) for number, v in enumerate(self.whole.values))
+                alone = Plan.of(replace(self.whole, values=tuple(only)), plan.schedule.without_stays)
+                grouped = GroupedPlan(alone)
+                stays |= {one.value: grouped.stay(one, one.made, one.free, one.need) for one in grouped.storables}
+                stays |= {stay.value: stay for best in relieving(alone, (1.0,)) for stay in best.schedule.stays}
+            schedule = replace(plan.schedule, stays=tuple(stays[value] for value in sorted(stays)))
+            found = Plan.of(self.whole, schedule, plan.label)
+            if self.host_bytes is not None and found.host_bytes > self.host_bytes:
+                raise OptionsError(self._lack_of_memory(found))
+            found.check()
+            self._completed[id(plan)] = plan, found
+        return self._completed[id(plan)][1]
 
-ROUNDING = 1e-9
-"""Share of the step below which a difference in seconds counts as zero."""
+    def _lack_of_memory(self, plan: Plan) -> str:
+        values = [self.whole.values[stay.value] for stay in plan.schedule.stays if stay.value in self.bound_values]
+        largest = max(values, key=lambda value: value.bytes)
+        return (
+            f"`save` keeps {len(values)} tensors on the host, the largest of them {largest.name} "
+            f"({format_bytes(largest.bytes)}): they need {format_bytes(plan.host_bytes)} there, and host_memory allows "
+            f"{format_bytes(self.host_bytes or 0)}. Raise host_memory to {plan.host_bytes}, or name fewer tensors"
+        )
 
 
 @dataclass(frozen=True)

@@ -155,11 +155,9 @@ class StaysSearch(LocalSearch):
 
     def _seconds_of_ops(self, plan: Plan) -> NDArray[np.float64]:
         """For each op, its seconds under a plan; zero if that does not run it first in its own half."""
-        grouped, seconds = self.grouped(plan), np.zeros(len(self.graph.ops))
-        border = len(grouped.schedule.forward)
-        for position, index in enumerate(grouped.schedule.sequence):
-            if (position < border) == (index < self.graph.num_forward):
-                seconds[index] = grouped.seconds[position]
+        sequence, seconds = np.array(plan.sequence), np.zeros(len(self.graph.ops))
+        own = (np.arange(len(sequence)) < len(plan.schedule.forward)) == (sequence < self.graph.num_forward)
+        seconds[sequence[own]] = self.grouped(plan).seconds[own]
         return seconds
 
 

@@ -15,9 +15,8 @@ from oracles import least_added_seconds
 from strategies import dags, graphs, training_chain
 
 from autoremat.planner.exact import interval_model
-from autoremat.planner.exact.annealing import Annealing, improve
+from autoremat.planner.exact.annealing import Annealing, Sites, improve
 from autoremat.planner.exact.interval_model import IntervalModel, recompute_sites, sites_of
-from autoremat.planner.exact.rematerialization_state import Sites
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.mip import solve
