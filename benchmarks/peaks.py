@@ -44,7 +44,6 @@ class Row:
     attempts: int
     overhead: float
     """Predicted recomputation as a share of the step."""
-    why_not_more: str
     """Why the rest of the budget is not used."""
 
     @property
@@ -92,7 +91,6 @@ def budgeted(name: str, budget: int, is_lowered: bool) -> Row:
         measured_bytes=measured,
         attempts=len(watch.attempts),
         overhead=report.recompute_seconds / report.step_seconds,
-        why_not_more=report.room_left_because,
     )
 
 
@@ -117,7 +115,6 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         "planned against post-fusion, median": statistics.median(planned),
         "budget used, least": min(row.used for row in rows),
         "cells that use less than 90 % of the budget": sum(row.used < 0.9 for row in rows),
-        "of these without a reason": sum(row.used < 0.9 and not row.why_not_more for row in rows),
     }
 
 
@@ -135,7 +132,6 @@ def cells(row: Row) -> dict[str, str]:
         "used %": percent(row.used, 0),
         "attempts": str(row.attempts),
         "added %": percent(row.overhead),
-        "why not more": row.why_not_more,
     }
 
 

@@ -219,20 +219,3 @@ def _tighter_headroom_bytes(last: Trial, rules: Rules, late: bool) -> int:
         return max(least, last.underestimated_bytes) if last.headroom_bytes > 0 else least
     headroom = max(peak - last.simulated_bytes, last.headroom_bytes + 1)
     return max(last.budget_bytes, headroom) if late else headroom  # the minimum peak is tried before an error
-
-
-def unused_reason(attempts: Sequence[Trial], is_fastest: bool) -> str:
-    """Returns the reason why the accepted code leaves memory unused; empty if it uses the budget.
-
-    ``is_fastest`` is True if its plan is the plan of least time.
-    """
-    last, peak = attempts[-1], attempts[-1].code_peak_bytes
-    if peak is None or last.budget_bytes - peak < LEAST_ROOM * last.budget_bytes:
-        return ""
-    if is_fastest:
-        return "the plan of least time needs no more"
-    if any(attempt.excesses for attempt in attempts):
-        return "the code of a looser plan is over the budget"
-    if any(attempt.purpose is Purpose.LOOSEN for attempt in attempts):
-        return "the plan was loosened once already"
-    return f"a plan of more memory saves less than {LEAST_GAIN:.0%} of the step's time"

@@ -18,7 +18,7 @@ from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler.attempts import Accept, Again, Infeasible, Rules, Trial, Verdict, next_step, unused_reason
+from autoremat.compiler.attempts import Accept, Again, Infeasible, Rules, Trial, Verdict, next_step
 from autoremat.compiler.infeasibility import no_code_fits
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.lowering import Compiled, Halves, Partitioning, code_peaks, lower
@@ -205,14 +205,12 @@ class Trials:
         if peak is not None and self.problem.request.limits.takes_whole_reference:  # its code may exceed its simulation
             plan = replace(plan, budget_bytes=max(peak, budget or 0))
         by_clock = self.problem.searches.ended_by_clock  # also of a search behind code generation
-        searches = budget is not None and planned.plan_file is None
         return replace(
             report,
             plan=replace(plan, interrupted=True) if by_clock else plan,
             ended_by_clock=by_clock or report.ended_by_clock,
             compiled_peak_bytes=peak,
             replans=len(self.made) - 1,
-            room_left_because=unused_reason(self.made, not planned.is_binding) if searches else "",
             graph_pool_bytes=pool,
             notes=(*report.notes, ESTIMATED) if is_estimate else report.notes,
         )

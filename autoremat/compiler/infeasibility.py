@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
-from autoremat.basics.checks import MOST_BYTES
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.progress import now
-from autoremat.basics.units import format_bytes
-from autoremat.capture.pricing import ROOFLINE
-from autoremat.compiler.joint_graph import note_on_sizes, with_allowed_forms
+from autoremat.compiler.joint_graph import note_on_sizes
 from autoremat.compiler.planned_graph import WORTH, PlannedGraph, counted
 from autoremat.planner.cost.datasheets import device_memory
-from autoremat.planner.cost.links import Links
-from autoremat.planner.graph.op import DEVICE, HOST
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.grouped_plan import GroupedPlan
-from autoremat.planner.search.placement import place
 from autoremat.planner.search.planner import Planner
 from autoremat.report.peak_snapshot import RETURN_LESS, TensorCategory, parts_of_peak, peak_of, remedies_for_model, remedy_for
 
@@ -66,8 +58,7 @@ def _infeasible(
 
 def no_code_fits(planned: PlannedGraph, minimum: int) -> BudgetInfeasible:
     """Returns the error for a graph whose code needs ``minimum`` bytes at least, with every plan that was tried."""
-    room = (planned.budget.bytes or 0) - max(0, minimum - planned.planning.smallest.peak_bytes)
-    remedies = (note_on_sizes(planned.priced.joint.module.graph), _host_remedy(planned, room))
+    remedies = (note_on_sizes(planned.priced.joint.module.graph),)
     return _infeasible(planned, minimum, remedies, plan_file=planned.plan_file)
 
 
@@ -87,7 +78,6 @@ def no_plan_fits(planned: PlannedGraph) -> BudgetInfeasible:
     extra = observed if observed < budget else 0
     if planned.free_seconds is not None and planned.plan_file is None:
         return _no_plan_keeps_both(planned, headroom + extra, figures)
-    host_advice = _host_remedy(planned, budget - headroom)
     least = smallest.peak_bytes + headroom  # the assumed peak of generated code
     share = priced.share
     if share is not None:  # the plan of the minimum peak may miss another limit
@@ -97,7 +87,6 @@ def no_plan_fits(planned: PlannedGraph) -> BudgetInfeasible:
     remedies = (
         planned.remedy,
         note_on_sizes(priced.joint.module.graph),
-        host_advice,
         *remedies_for_model(smallest, priced.graph),
     )
     return _infeasible(planned, least, remedies, plan_file=planned.plan_file, loss_chunks=priced.joint.chunks, **figures)
@@ -119,23 +108,3 @@ def _no_plan_keeps_both(planned: PlannedGraph, headroom: int, figures: dict[str,
         untimed_bytes=min(one.planning.smallest.peak_bytes for one in graphs) + planned.budget.code_headroom_bytes,
         **figures,
     )
-
-
-def _host_remedy(planned: PlannedGraph, limit: int) -> str:
-    """Returns the advice to keep saved tensors on the host, if the smallest plan then has a peak of ``limit`` bytes; else "".
-
-    The link counts at its assumed rate, because an error must not wait for a measurement.
-    """
-    problem, smallest = planned.problem, planned.planning.smallest
-    request, limits = problem.request, problem.request.limits
-    if limits.host_bytes is not None or limits.step_share is not None or HOST not in (request.options.store or (HOST,)):
-        return ""
-    options = replace(request.options, host_memory=MOST_BYTES, store=(DEVICE, HOST), save=(), cost_model=ROOFLINE)
-    asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), options=options)
-    with_host, unused = with_allowed_forms(planned.priced.captured, replace(problem, request=asked, host_link=None), Links())
-    if unused:
-        return ""
-    plan = Plan.of(replace(smallest.graph, values=with_host.graph.values), smallest.schedule)
-    placed = place(GroupedPlan(plan), Limits(limit))
-    held = 0 if placed is None else placed.host_bytes
-    return f"set host_memory to {held} ({format_bytes(held)}): a plan fits that keeps these on the host" if held else ""

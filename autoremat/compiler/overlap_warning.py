@@ -243,7 +243,7 @@ class Watch:
             return outputs
         if packed is not None:
             present.held_bytes = present.reference_bytes = packed.kept_bytes(args)
-            if copied := packed.copied_bytes:
+            if copied := sum(packed.copies.values()):
                 cause = f"hooks on saved tensors copy {format_bytes(copied)}", "Leave the hooks out: a plan takes their place"
                 present.judge(lambda: report.held_bytes + copied, [cause])
         if graph.assumed and (text := _of_larger_size(report, autograd.saved_numbers(node))):

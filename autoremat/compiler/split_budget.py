@@ -21,10 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause, is_user_error, planning_error
+from autoremat.basics.errors import BudgetInfeasible, find_cause, is_user_error, planning_error
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
-from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.lowering import visited
@@ -83,7 +82,17 @@ class SplitRequest:
     @property
     def note(self) -> str:
         """The note on all parts for the report; empty for a graph with a budget of its own."""
-        return "" if self.profile is None or self.split is None else _note(self.profile, self.split)
+        profile, split = self.profile, self.split
+        if profile is None or split is None:
+            return ""
+        words = _words_of(split)
+        note = (
+            f"{words.part} {split.number + 1} of {split.count} {words.cause}: they share one budget of "
+            f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
+            f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
+        )
+        note += f"; {split.hooks.note}" if split.hooks is not None and split.hooks.note else ""
+        return note + (f"; plans {ENDED_BY_CLOCK}" if profile.step.ended_by_clock else "")
 
     def restate(self, error: Exception) -> None:
         """Names the figures of all parts in an error of one."""
@@ -123,15 +132,10 @@ def request_in_split(problem: Problem, around: Surroundings) -> SplitRequest:
         first = _profiles[split.owner]
         note_grant(request, around, None if first is None else first.budget_bytes)
     profile = _profiles.get(split.owner)
-    share = None if profile is None else profile.shares_of(_key(split.number)).get(None)
+    share = None if profile is None else profile.shares_of(f"part {split.number}").get(None)
     if profile is None or share is None:  # it falls back, or has no choice of plans
         return SplitRequest(request)
     return SplitRequest(request_of_share(share, profile, request.options, request.limits.advice), profile, split)
-
-
-def _key(number: int) -> str:
-    """Returns the key of a part in the step of all."""
-    return f"part {number}"
 
 
 def _words_of(split: Split) -> Words:
@@ -158,18 +162,10 @@ def _split_of(request: Request) -> Split | None:
     limits = request.limits
     if not limits.bounds_peak or limits.step_share is not None or limits.takes_whole_reference:
         return None
-    if request.options.plan or not split_graphs.is_split():
-        return None
-    split = split_graphs.current_split()
-    if split is None:
-        warn_user(
-            "DistributedDataParallel splits this graph into buckets, but this version of torch does not show them: each keeps "
-            "memory_budget by itself, and together they may exceed it. Set torch._dynamo.config.optimize_ddp = False, or pass "
-            "the result of autoremat.profile_step as memory_budget",
-            BudgetWarning,
-        )
-    else:
-        limits.refuse_beside_peak(f"a graph in {_words_of(split).parts} ({_words_of(split).whole} compiles it as one)")
+    split = None if request.options.plan else split_graphs.current_split()
+    if split is not None:
+        words = _words_of(split)
+        limits.refuse_beside_peak(f"a graph in {words.parts} ({words.whole} compiles it as one)")
     return split
 
 
@@ -205,18 +201,6 @@ def planned_together(split: Split, request: Request, patches: Mapping[str, Any])
     return profile
 
 
-def _note(profile: StepProfile, split: Split) -> str:
-    """Returns the note in the report of a part."""
-    words = _words_of(split)
-    note = (
-        f"{words.part} {split.number + 1} of {split.count} {words.cause}: they share one budget of "
-        f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
-        f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
-    )
-    note += f"; {split.hooks.note}" if split.hooks is not None and split.hooks.note else ""
-    return note + (f"; plans {ENDED_BY_CLOCK}" if profile.step.ended_by_clock else "")
-
-
 # -- the step of a split graph -----------------------------------------------------------------------------------------------
 
 
@@ -239,7 +223,7 @@ def step_of(split: Split, request: Request, patches: Mapping[str, Any], may_repe
         for part, graph in zip(parts, planned, strict=True)
     ]
     step = Step(
-        graphs=tuple(graph.in_step(_key(number)) for number, graph in enumerate(planned) if graph is not None),
+        graphs=tuple(graph.in_step(f"part {number}") for number, graph in enumerate(planned) if graph is not None),
         moments=moments_of(frame, borders.all),
         order=(*(f"forward {n}" for n in range(len(graphs))), *(f"backward {n}" for n in reversed(range(len(graphs))))),
         device=str(device),

@@ -121,8 +121,6 @@ class ReportData(Pricing):
     """Peak of the generated code, after fusion. None if no code was generated (``compiler="aot_eager"``)."""
     replans: int = 0
     """Number of further attempts, with a tighter plan, because the generated code was over the budget."""
-    room_left_because: str = ""
-    """Reason why the compiled code needs much less than the budget. Empty if it does not, or if no code was generated."""
     graph_pool_bytes: int | None = None
     """Bytes that the pool of CUDA graphs keeps from its recording on, between steps too. They are part of
     ``compiled_peak_bytes``. None without CUDA graphs."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
 from autoremat.torch_private.hooks import untraced
-from autoremat.torch_private.tensors import storage_key
+from autoremat.torch_private.tensors import storage_key, tensors_in
 
 ACCUMULATES: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 COMPILED_NODE = "CompiledFunctionBackward"
@@ -61,28 +62,18 @@ def gradients_at_once(gradients: Iterable[torch.Tensor | None]) -> int:
     return 0
 
 
+@dataclass
 class Packed:
-    """The bytes that hooks on saved tensors keep on the device in place of what a call saves."""
+    """The bytes of storages that hooks on saved tensors keep on the device in place of what a call saves."""
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[bool, int | None], int] = {}
-
-    def note(self, saved: torch.Tensor, packed: Any) -> None:
-        """Notes that a hook keeps ``packed`` in place of ``saved``."""
-        for one in torch.utils._pytree.tree_leaves(packed):
-            if isinstance(one, torch.Tensor) and one.device == saved.device:
-                key = storage_key(one)
-                self._kept[key != storage_key(saved), key] = one.untyped_storage().nbytes()
+    copies: dict[int, int] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    """The saved tensors themselves."""
 
     def kept_bytes(self, inputs: Iterable[Any]) -> int:
         """Returns all bytes that the hooks keep, except ``inputs``."""
         known = {storage_key(one) for one in inputs if isinstance(one, torch.Tensor)}
-        return sum(size for (is_copy, key), size in self._kept.items() if is_copy or key not in known)
-
-    @property
-    def copied_bytes(self) -> int:
-        """The bytes of copies."""
-        return sum(size for (is_copy, _), size in self._kept.items() if is_copy)
+        return sum(self.copies.values()) + sum(size for key, size in self.saved.items() if key not in known)
 
 
 @contextlib.contextmanager
@@ -97,7 +88,9 @@ def noting_packed() -> Iterator[Packed | None]:
 
     def noting(saved: torch.Tensor) -> Any:
         packed = pack(saved)
-        found.note(saved, packed)
+        for one in (one for one in tensors_in(packed) if one.device == saved.device):
+            kept = found.saved if storage_key(one) == storage_key(saved) else found.copies
+            kept[storage_key(one)] = one.untyped_storage().nbytes()
         return packed
 
     with torch.autograd.graph.saved_tensors_hooks(noting, unpack):

@@ -17,7 +17,6 @@ from autoremat.compiler.attempts import (
     Trial,
     Verdict,
     next_step,
-    unused_reason,
 )
 
 BUDGET = 100
@@ -193,19 +192,3 @@ def test_every_compilation_ends(rules, peak):
             break
     assert isinstance(verdict, Infeasible if rules.must_fit else Accept)
     assert len(steps) <= limit
-
-
-@pytest.mark.parametrize(
-    ("codes", "is_fastest", "reason"),
-    [
-        ([attempt(99)], False, ""),
-        ([attempt(80)], True, "the plan of least time"),
-        ([faster(80, gain=0.0)], False, "saves less than 2%"),
-        ([faster(80), faster(85)], False, "loosened once"),
-        ([faster(80), faster(120), attempt(80)], False, "over the budget"),
-    ],
-)
-def test_the_reason_for_unused_memory(codes, is_fastest, reason):
-    found = unused_reason(run(Rules(), codes)[2], is_fastest)
-    assert reason in found
-    assert bool(reason) == bool(found)

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
 from autoremat.planner.multigraph.ledger import Border, Part, moments_of
-from autoremat.torch_private import split_graphs
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -111,12 +110,6 @@ def test_an_infeasible_budget_names_the_minimum_of_all_buckets(one_rank):
     assert error is not None
     peak, _ = measured(planned_ddp(False, error.minimum_bytes), batch())
     assert LEAST_USED * error.minimum_bytes <= peak <= error.minimum_bytes
-
-
-def test_a_torch_that_does_not_show_its_buckets_is_warned_of(one_rank, monkeypatch):
-    monkeypatch.setattr(split_graphs, "current_split", lambda: None)
-    with pytest.warns(BudgetWarning, match="optimize_ddp = False"):
-        planned_ddp(False, "1GiB")(batch())
 
 
 def test_the_best_effort_warns_once_for_all_buckets(one_rank):
