@@ -140,7 +140,10 @@ def _gave_up(given: GivenUp) -> None:
         return
     frames.reasons.note(given.code, f"{reason}{place}")
     asked = _asked(given.compiler)
-    if not asked or RECEIVER.get() is not None or not given.trains or _is_told_of(given, full):
+    is_within = any(code in _told for code in frames.calling()) and not full.startswith(frames.LIMIT)
+    # A warning told of the same line, or of the function of a helper such as a generator.
+    is_told = is_within and (not given.line or given.line in _told.values() or given.code.co_name in COMPREHENSIONS)
+    if not asked or RECEIVER.get() is not None or is_told or not given.trains:
         return
     if full.startswith(frames.LIMIT):
         limit = next(iter(re.findall(r"Limit type: (\w+)", full)), "recompile_limit")
@@ -158,13 +161,6 @@ def _gave_up(given: GivenUp) -> None:
             f"{remedy if is_listed else f'{OUTSIDE_OF_GRAPHS}. {remedy}'}"
         )
     _warn_once(given.code, text, given.line)
-
-
-def _is_told_of(given: GivenUp, reason: str) -> bool:
-    """Returns True for a frame within a function that a warning told of: for the same line, or a helper such as a generator."""
-    if reason.startswith(frames.LIMIT) or not any(code in _told for code in frames.calling()):
-        return False
-    return not given.line or given.line in _told.values() or given.code.co_name in COMPREHENSIONS
 
 
 def warn_of_rnn(gm: fx.GraphModule, budget: object) -> None:

@@ -19,12 +19,11 @@ from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler.attempts import Accept, Again, Infeasible, Rules, Trial, Verdict, next_step
-from autoremat.compiler.infeasibility import no_code_fits
 from autoremat.compiler.joint_graph import Partitioner
 from autoremat.compiler.lowering import Compiled, Halves, Partitioning, code_peaks, lower
 from autoremat.compiler.peers import Peers
 from autoremat.compiler.planned_graph import PlannedGraph, code_unsplit_bytes
-from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.planning import no_code_fits, plan_graph
 from autoremat.compiler.problem import Problem, Record, fingerprint, load_record, source_hash
 from autoremat.compiler.reference import rehearsal
 from autoremat.planner.memory.allocations import beside_sizes

@@ -343,23 +343,17 @@ def _warn_without_backward(gm: fx.GraphModule, inputs: Sequence[Any], options: O
         return
     if options.memory_budget is None or is_profile(options):
         return
-    reason = _why_absent(gm, is_explicit and not any(tensor in _trained for tensor in read))
-    if reason:
-        place = source_info.begin_of(gm.graph)
-        warn_user(f"memory_budget has no effect on {place}: {reason}", OptionWarning)
-
-
-def _why_absent(gm: fx.GraphModule, is_meant_to_train: bool) -> str:
-    """Returns the reason why the graph has no backward; empty for evaluation, and for a part of a function."""
+    is_broken = bool(frames.reasons.behind()) or dynamo.graph_break_around(gm) is not None or split_graphs.is_split()
     if dynamo.computes_gradients(gm):
-        return (
+        reason = (
             "it computes gradients itself, by torch.func.grad, vjp or torch.autograd.grad, so torch hands over forward and "
             "backward as one graph, which keeps what it needs. Return a loss, of gradients or not, and call backward() on it"
         )
-    is_broken = bool(frames.reasons.behind()) or dynamo.graph_break_around(gm) is not None or split_graphs.is_split()
-    if not torch.is_grad_enabled() or is_broken or not is_meant_to_train:
-        return ""
-    return (
-        "it has no backward, because no parameter or input requires a gradient, or nothing is returned that depends on one. "
-        "Let one require a gradient, or evaluate under torch.no_grad()"
-    )
+    elif not torch.is_grad_enabled() or is_broken or not is_explicit or any(tensor in _trained for tensor in read):
+        return  # an evaluation, or a part of a function
+    else:
+        reason = (
+            "it has no backward, because no parameter or input requires a gradient, or nothing is returned that depends on "
+            "one. Let one require a gradient, or evaluate under torch.no_grad()"
+        )
+    warn_user(f"memory_budget has no effect on {source_info.begin_of(gm.graph)}: {reason}", OptionWarning)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,12 @@ class Session:
         for rank in ranks:
             while not self._has(f"{key}/{rank}"):
                 if self._has(f"error/{rank}"):
-                    raise _restored(self._read(f"error/{rank}"), rank)
+                    told = self._read(f"error/{rank}")
+                    if "text" in told:
+                        raise AgreementError(told["text"], told["rank"])
+                    raise BudgetInfeasible(
+                        **{"rank": rank, **told, "occupants": [Occupant(**one) for one in told["occupants"]]}
+                    )
                 if until and self._has(until):
                     return []
                 waited = time.monotonic() - begin
@@ -181,13 +186,6 @@ def _described(error: BaseException, rank: int) -> dict[str, Any]:
         return {"text": str(lost), "rank": lost.rank}
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return {"text": f"compiling a graph failed on rank {rank}, so all ranks that share it stop: {text}", "rank": rank}
-
-
-def _restored(told: Mapping[str, Any], rank: int) -> AgreementError | BudgetInfeasible:
-    """Returns the error that rank ``rank`` has described, as another rank raises it."""
-    if "text" in told:
-        return AgreementError(told["text"], told["rank"])
-    return BudgetInfeasible(**{"rank": rank, **told, "occupants": [Occupant(**one) for one in told["occupants"]]})
 
 
 def _listed(ranks: Sequence[int]) -> str:

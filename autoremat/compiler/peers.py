@@ -131,10 +131,17 @@ class Peers:
         """Returns a joint graph as all ranks that have it plan it."""
         if self.session is None:
             return priced
-        key = graph_hash(priced.graph)
-        if key not in self.graphs:
-            self.graphs[key] = self._compared(self.session, key, priced)
-        same = self.graphs[key]
+        key, options = graph_hash(priced.graph), priced.problem.request.options
+        same, record = self.graphs.get(key), priced.problem.record
+        if same is None and record is not None:  # a rank whose caches answer does not come here
+            same = _SameGraph(() if record.report is None else record.report.ranks, True)
+        elif same is None:
+            own = {"graph": key, "gathers": sorted(priced.gathering_ranks), "replication": priced.replication}
+            same = _same_graph(self.session.exchange("graph", own), key)
+            if same.may_gather_again and options.cost_model != pricing.ROOFLINE and options.interconnect_bandwidth is None:
+                now("measuring the interconnect")
+                same = replace(same, interconnects=interconnects_of(priced.gathering_groups))
+        self.graphs[key] = same
         problem = replace(priced.problem, ranks=same.ranks if len(same.ranks) > 1 else ())
         if priced.gathering_ranks and not same.may_gather_again:
             # Also for the graph with a chunked loss
@@ -148,19 +155,6 @@ class Peers:
         """Notes the plan for a graph that was compared."""
         if self.session is not None and isinstance(planned, PlannedGraph):
             self.planned[graph_hash(priced.graph)] = planned
-
-    def _compared(self, session: Session, key: str, priced: PricedGraph) -> _SameGraph:
-        """Returns the members whose graph has the hash ``key``, with the interconnects that all of them use."""
-        problem = priced.problem
-        if problem.record is not None:  # a rank whose caches answer does not come here
-            return _SameGraph(() if problem.record.report is None else problem.record.report.ranks, True)
-        own = {"graph": key, "gathers": sorted(priced.gathering_ranks), "replication": priced.replication}
-        same = _same_graph(session.exchange("graph", own), key)
-        options = problem.request.options
-        if same.may_gather_again and options.cost_model != pricing.ROOFLINE and options.interconnect_bandwidth is None:
-            now("measuring the interconnect")
-            same = replace(same, interconnects=interconnects_of(priced.gathering_groups))
-        return same
 
     def settled(self, problem: Problem) -> Problem | None:
         """Returns the problem that all ranks compile again, for one rank's plan; None once all have compiled equal plans."""

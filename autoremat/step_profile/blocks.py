@@ -209,7 +209,12 @@ class CompiledBlocks(Shown):
         def autoremat(gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
             key = graph_key(gm, inputs)
             if key in compiled and memory_budget is not None:
-                _warn_of_recompilation()
+                warn_user(
+                    f"the graph of block {BLOCK.get()} is compiled again, although an equal block has it: Dynamo found a "
+                    "difference between the two, such as a number of the layer that the forward reads. TORCH_LOGS=recompiles "
+                    "names it. Beyond torch._dynamo.config.recompile_limit such blocks run uncompiled and without a plan",
+                    BudgetWarning,
+                )
             compiled.add(key)
             while True:
                 try:
@@ -246,13 +251,3 @@ def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
         if inner is not None:
             raise OptionsError(f"block {number} contains block {inner}: a block is compiled as a whole, so pass one of them")
     return list(numbers)
-
-
-def _warn_of_recompilation() -> None:
-    number = BLOCK.get()
-    warn_user(
-        f"the graph of block {number} is compiled again, although an equal block has it: Dynamo found a difference between the "
-        "two, such as a number of the layer that the forward reads. TORCH_LOGS=recompiles names it. Beyond "
-        "torch._dynamo.config.recompile_limit such blocks run uncompiled and without a plan",
-        BudgetWarning,
-    )

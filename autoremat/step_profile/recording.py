@@ -214,21 +214,14 @@ class Recording:
             if event.backward:
                 if not is_open and event.call not in dropped:
                     continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
-                own = self._own_bytes(caller.graph, event, is_open)
+                if (planned := self.graphs[caller.graph].planned) is not None:  # its peak counts it
+                    graph = planned.plan.graph
+                    own = is_open * ran[caller] + output_bytes(graph) + min(event.tangent_bytes, graph.tangent_bytes)
                 open_calls = [call for call in open_calls if call != event.call]
             others, saved = open_now()
             if caller in ran:
                 found.append(Moment(reading.live_bytes - saved - own, others, number_of[caller], event.backward))
         return found
-
-    def _own_bytes(self, number: int, event: Event, saves: bool) -> int:
-        """Returns the bytes that are live when a backward begins and that its peak counts."""
-        graph = self.graphs[number]
-        if not graph.planned:
-            return 0
-        captured = graph.planned.plan.graph
-        handed = min(event.tangent_bytes, captured.tangent_bytes)
-        return saves * graph.saved_bytes + output_bytes(captured) + handed
 
 
 # -- the first steps of a training loop --------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def job() -> Job | None:
     global _present
     if not dist.is_available() or not dist.is_initialized():
         return None
-    group = dist.distributed_c10d._get_default_group()
+    group: Any = dist.distributed_c10d._get_default_group()
     if _present is None or _present[0] is not group:
         if dist.get_world_size() == 1 or dist.get_backend() in IN_ONE_PROCESS:
             return None
@@ -149,16 +149,12 @@ def job() -> Job | None:
             store = store.clone()  # a store of the user's own may not have it, and one connection works as well
         # A store can outlive the process group, so each group of this process has its own keys.
         store = dist.distributed_c10d.PrefixStore(f"autoremat/{next(_number)}", store)
-        _present = group, Job(dist.get_rank(), dist.get_world_size(), store, _timeout_of(group))
+        backends = (group._get_backend(torch.device(kind)) for kind in group._device_types)
+        limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+        known = [one for one in limits if one] or [dist.distributed_c10d._get_default_timeout(dist.get_backend(group))]
+        timeout = min(one.total_seconds() for one in known)
+        _present = group, Job(dist.get_rank(), dist.get_world_size(), store, timeout)
     return _present[1]
-
-
-def _timeout_of(group: Any) -> float:
-    backends = (group._get_backend(torch.device(kind)) for kind in group._device_types)
-    options = (getattr(backend, "options", None) for backend in backends)
-    found = (getattr(one, "_timeout", None) for one in options)
-    default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
-    return min((one.total_seconds() for one in found if one is not None), default=default.total_seconds())
 
 
 STAGES, SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"

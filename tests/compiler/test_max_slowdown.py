@@ -57,7 +57,7 @@ def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, al
 
 def test_a_stored_plan_and_a_step_profile_exclude_it(tmp_path):
     plan = explained().plan
-    with pytest.raises(OptionsError, match="`plan` applies a stored plan as it is: max_slowdown"):
+    with pytest.raises(OptionsError, match="applies a stored plan as it is: .*max_slowdown"):
         Options.parse({"plan": plan, "max_slowdown": 0.03})
     profile = autoremat.profile_step(loss, X, memory_budget="1GiB", options=EAGER)
     with pytest.raises(OptionsError, match="a step profile divides one budget among several"):
