@@ -192,7 +192,7 @@ class BudgetInfeasible(AutorematError):
             "minimum peak found at any slow-down": self.untimed_bytes,
             "proven lower bound": self.lower_bound_bytes,
             "gradients in that peak": self.gradient_bytes if 2 * self.gradient_bytes > self.minimum_bytes else None,
-            "memory of the device": self.device_bytes if self._exceeds_device else None,
+            "memory of the device": self.device_bytes if (self.device_bytes or math.inf) < self.minimum_bytes else None,
         }
         rows = _rows(figures)
         if self.budget_share is not None and self.reference_bytes is not None:
@@ -214,10 +214,6 @@ class BudgetInfeasible(AutorematError):
             live = [(format_bytes(one.bytes), one.name, one.module or "-", one.source or "-") for one in shown]
             lines += _aligned([("bytes", "tensor", "module", "source"), *live], "><<<")
         return "\n".join([*lines, *_helps(self._advice())])
-
-    @property
-    def _exceeds_device(self) -> bool:
-        return self.device_bytes is not None and self.minimum_bytes > self.device_bytes
 
     def _advice(self) -> list[str]:
         relaxed, gradients, timed = self.unconstrained_bytes, format_bytes(self.gradient_bytes), self.max_slowdown is not None
@@ -242,7 +238,7 @@ class BudgetInfeasible(AutorematError):
         return [*advice, f'set on_infeasible="best_effort" to {effort}']
 
     def _budget_advice(self) -> str:
-        if self._exceeds_device:
+        if (self.device_bytes or math.inf) < self.minimum_bytes:
             return "use a device with more memory: no budget within that of this device suffices"
         fits = "which fits by simulation: an error there names what generated code needs" if self.is_simulated else "which fits"
         less = "; less may fit too" if self.lower_bound_bytes < self.minimum_bytes else ""

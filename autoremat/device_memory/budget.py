@@ -16,6 +16,7 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS
 from autoremat.device_memory.inventory import Inventory, optimizer_memory, rows_of_models
 from autoremat.measure.calibration import checked_device
+from autoremat.options.options import HEADROOM_FORMS
 from autoremat.planner.cost.datasheets import DATASHEETS, datasheet, device_memory, known_cards
 from autoremat.planner.memory.allocations import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
@@ -33,7 +34,6 @@ TOTAL_FORMS = (
     f'an int > 0 (bytes); a string such as {BYTE_FORMS}; a CUDA card by name, such as "H100-80GB"; "auto" (the memory of the '
     "CUDA device that holds the model)"
 )
-BYTES_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 OPTIMIZER_FORMS = "an optimizer of torch, a sequence of them, an OptimizerMemory with measured figures, or None"
 
 
@@ -78,7 +78,7 @@ def device_budget(
     modules = [model] if isinstance(model, nn.Module) else list(model)
     whole = _whole_device(total, modules, device)
     inventory = Inventory(whole.device_type, whole.rounding, whole.moved)
-    outside = whole.context_bytes() if context is None else bytes_given(context, "context", BYTES_FORMS)
+    outside = whole.context_bytes() if context is None else bytes_given(context, "context", HEADROOM_FORMS)
     rows = [LedgerRow("context and libraries", outside)]
     rows += rows_of_models(modules, inventory, kept, flag(hooks_free_gradients, "hooks_free_gradients"))
     memory, advice = _optimizer_memory(optimizer, whole)
@@ -86,7 +86,7 @@ def device_budget(
     rows += inventory.rows_of_others(others or {})
     notes = (*whole.notes, *(() if memory is None else memory.notes))
     kept_free = RESERVE if whole.is_cuda else CPU_RESERVE
-    free = kept_free if reserve is None else bytes_given(reserve, "reserve", BYTES_FORMS)
+    free = kept_free if reserve is None else bytes_given(reserve, "reserve", HEADROOM_FORMS)
     return DeviceBudget(whole.total_bytes(total), (), free, whole.name, count, notes).with_rows(*rows)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from autoremat.report.report import Report
 
 KEPT = 200
-"""Maximum number of reports that a process keeps, with their plans. It bounds the memory of a job that compiles again and
-again."""
+"""Most reports that a process keeps, with their plans: a job may compile again and again."""
 
 _reports: deque[Report] = deque(maxlen=KEPT)
 _lock = threading.Lock()

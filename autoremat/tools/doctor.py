@@ -27,17 +27,16 @@ def findings() -> Iterator[tuple[str, str, str]]:
             yield BAD, name, f"{type(error).__name__}: {error}"
     for name in OPTIONAL:
         try:
-            yield GOOD, name, version(name) + (f": {_accelerate()}" if name == "accelerate" else "")
+            found = version(name)
+            if name == "accelerate":
+                autoloads = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0" and entry_points(
+                    group="torch.backends", name="autoremat"
+                )
+                found += f": knows the name autoremat{'' if autoloads else ' after `import autoremat`'}"
+            yield GOOD, name, found
         except PackageNotFoundError:
             yield ABSENT, name, "not installed"
     yield from ((ABSENT, name, value) for name, value in environment.given().items())
-
-
-def _accelerate() -> str:
-    autoloads = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0" and entry_points(
-        group="torch.backends", name="autoremat"
-    )
-    return f"knows the name autoremat{'' if autoloads else ' after `import autoremat`'}"
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -54,8 +54,7 @@ def _is_selection(node: fx.Node) -> bool:
     """Returns True if ``node`` takes rows of a tensor with rows in several dimensions."""
     if node.target is not aten.slice.Tensor or node.kwargs or not _is_static(node, node.args[0]):
         return False
-    rank = len(shape_of(node))
-    return rank >= 3 and _place(node, 1, shape_of(node.args[0]))[0] < rank - 1
+    return len(shape_of(node)) >= 3 and _place(node, 1, shape_of(node.args[0]))[0] < len(shape_of(node)) - 1
 
 
 def _is_padding(node: fx.Node) -> bool:
@@ -65,8 +64,7 @@ def _is_padding(node: fx.Node) -> bool:
     is_zeros = isinstance(base, fx.Node) and base.target is aten.full.default and base.args[1] == 0
     if not _is_static(node, _padded(node)) or (node.target is PADDINGS[1] and not is_zeros):
         return False
-    rank = len(shape_of(node))
-    return rank >= 3 and _place(node, 2, shape_of(node))[0] < rank - 1
+    return len(shape_of(node)) >= 3 and _place(node, 2, shape_of(node))[0] < len(shape_of(node)) - 1
 
 
 def _is_static(*nodes: Any) -> bool:
