@@ -127,7 +127,7 @@ def _shards(node: fx.Node, captured: Capture, groups: Iterable[str], links: Link
     node.meta[GATHERED_OVER] = group
     whole = tensor_bytes(tensor)
     shard, graph = whole // len(ranks), captured.graph
-    link = links.of(group, len(ranks), captured.device.name)
+    link = links.of(len(ranks), captured.device.name)
     seconds = max(link.seconds(sent_bytes(Pattern.GATHER, whole, len(ranks))), graph.machine.traffic_seconds(shard, whole))
     workspace = gather_workspace_bytes(group, whole, captured.runs_on)
     store, load = (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from autoremat.planner.cost.device import (
     Rates,
     Work,
 )
-from autoremat.planner.cost.links import Interconnect, Links, LinkSource
+from autoremat.planner.cost.links import Interconnect, Links
 from autoremat.planner.graph.graph import Machine
 from autoremat.planner.graph.op import Kind, Op
 from autoremat.torch_private import compilers
@@ -177,7 +177,7 @@ class Prices:
     """Where the seconds of ops come from."""
 
     cost_model: str = ROOFLINE
-    links: Links = field(default_factory=Links)
+    links: Links = Links()
     """The rates of process groups."""
     others: Rates | None = None
     """The rates of another rank, which take the place of the device's own."""
@@ -210,9 +210,9 @@ class Pricer:
         else:
             seconds = self.device.seconds(work)
         if (call := traffic_of_group(node)) is not None:
-            link = self.prices.links.of(call.group, call.ranks, self.device.name)
+            link = self.prices.links.of(call.ranks, self.device.name)
             seconds = max(seconds, link.seconds(call.sent_bytes, call.steps))
-            is_calibrated = link.source is not LinkSource.ASSUMED
+            is_calibrated = link.is_given
             self.links.add(link)
         self.total_seconds += seconds
         self.calibrated_seconds += seconds if is_calibrated else 0.0
@@ -228,7 +228,8 @@ class Pricer:
 
     def pricing(self) -> Pricing:
         """Returns a summary of the cost sources of all ops."""
-        shown = sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in self.links})
+        links = ((format_bytes(int(one.bytes_per_second)), "given" if one.is_given else "assumed") for one in self.links)
+        shown = sorted({f"{rate}/s ({origin})" for rate, origin in links})
         calibrated = self.calibrated_seconds / self.total_seconds if self.total_seconds else 0.0
         return Pricing(CALIBRATED if self.is_measured else ROOFLINE, calibrated, 1.0 - calibrated, ", ".join(shown))
 

@@ -92,16 +92,11 @@ class PricedGraph:
         return self.captured.graph
 
     @cached_property
-    def gathering_groups(self) -> tuple[str, ...]:
-        """The names of the process groups whose gathers the plan may repeat or add, in the sequence of the graph."""
-        ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
-        repeated = (group_of(node) for op, node in ops if Trait.GATHER in op.traits)
-        return tuple(dict.fromkeys((*repeated, *groups_of_shards(self.captured))))
-
-    @cached_property
     def gathering_ranks(self) -> frozenset[int]:
         """The ranks that repeat or add gathers together with this one; empty if the plan does neither."""
-        return frozenset().union(*map(process_groups.ranks_of, self.gathering_groups))
+        ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
+        repeated = {group_of(node) for op, node in ops if Trait.GATHER in op.traits}
+        return frozenset().union(*map(process_groups.ranks_of, repeated.union(groups_of_shards(self.captured))))
 
     @cached_property
     def replication(self) -> str:
@@ -180,7 +175,7 @@ def capture_and_price(joint: JointGraph, problem: Problem) -> PricedGraph | None
     """Returns the capture of a prepared joint graph, with the seconds of the cost model; None if it has no backward."""
     now("capturing")
     request = problem.request
-    links = Links(request.options.interconnect_bandwidth, request.options.interconnect_latency, problem.interconnects)
+    links = Links(request.options.interconnect_bandwidth, request.options.interconnect_latency)
     captured = capture(
         joint.module, joint.num_forward_outputs, request.fuses, problem.cuda_name, problem.may_repeat_collectives,
         Prices(request.options.cost_model, links, problem.rates),

@@ -18,17 +18,16 @@ import torch
 
 from autoremat.basics.codec import plain
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, BudgetWarning, best_effort_message, find_cause
-from autoremat.basics.progress import now
 from autoremat.basics.warn import warn_user
 from autoremat.capture import pricing
 from autoremat.compiler.exchange import Session, session_at
-from autoremat.compiler.joint_graph import PricedGraph, capture_and_price
+from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.problem import Problem
 from autoremat.measure.calibration import rates_of
-from autoremat.measure.links import host_link_of, interconnects_of, least_link
+from autoremat.measure.links import host_link_of, least_link
 from autoremat.planner.cost.device import Rates
-from autoremat.planner.cost.links import HostLink, Interconnect
+from autoremat.planner.cost.links import HostLink
 from autoremat.planner.multigraph.step import Step
 from autoremat.planner.multigraph.step_profile import StepProfile, share_out
 from autoremat.planner.plans.plan_file import graph_hash
@@ -47,8 +46,6 @@ class _SameGraph:
     ranks: tuple[int, ...]
     may_gather_again: bool
     """True if the ranks of all gathers are among these members, which compute alike what they may keep as shards."""
-    interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
-    """The measured rates of the groups of the gathers."""
 
 
 @dataclass
@@ -131,24 +128,18 @@ class Peers:
         """Returns a joint graph as all ranks that have it plan it."""
         if self.session is None:
             return priced
-        key, options = graph_hash(priced.graph), priced.problem.request.options
-        same, record = self.graphs.get(key), priced.problem.record
+        key, record = graph_hash(priced.graph), priced.problem.record
+        same = self.graphs.get(key)
         if same is None and record is not None:  # a rank whose caches answer does not come here
             same = _SameGraph(() if record.report is None else record.report.ranks, True)
         elif same is None:
             own = {"graph": key, "gathers": sorted(priced.gathering_ranks), "replication": priced.replication}
             same = _same_graph(self.session.exchange("graph", own), key)
-            if same.may_gather_again and options.cost_model != pricing.ROOFLINE and options.interconnect_bandwidth is None:
-                now("measuring the interconnect")
-                same = replace(same, interconnects=interconnects_of(priced.gathering_groups))
         self.graphs[key] = same
         problem = replace(priced.problem, ranks=same.ranks if len(same.ranks) > 1 else ())
         if priced.gathering_ranks and not same.may_gather_again:
             # Also for the graph with a chunked loss
             priced, problem = priced.with_gathers_once(APART), replace(problem, may_repeat_collectives=False)
-        if same.interconnects:
-            problem = replace(problem, interconnects=same.interconnects)
-            priced = capture_and_price(priced.joint, problem) or priced
         return replace(priced, problem=problem)
 
     def note(self, priced: PricedGraph, planned: object) -> None:

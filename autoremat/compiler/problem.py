@@ -24,7 +24,7 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
 from autoremat.planner.cost.device import Rates
-from autoremat.planner.cost.links import HostLink, Interconnect
+from autoremat.planner.cost.links import HostLink
 from autoremat.planner.graph.op import SHARDS
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
@@ -104,8 +104,6 @@ class Problem:
     """The rates of the rank whose rates hold for all; None for those of the device here."""
     host_link: HostLink | None = None
     """The rates between device and host that hold for all ranks; None for those of the device here."""
-    interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
-    """Measured rates of process groups, by name. The rates of other groups are assumed."""
     ranks: tuple[int, ...] = ()
     """The ranks that share the graph; empty for a process by itself."""
     told: Report | None = None

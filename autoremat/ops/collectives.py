@@ -20,7 +20,6 @@ GLOO_THREADS = 2
 class GroupTraffic:
     """The communication of one call."""
 
-    group: str
     ranks: int
     sent_bytes: float
     """Bytes that each rank sends."""
@@ -36,12 +35,12 @@ def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
     """
     if not op_traits.is_collective(node):
         return None
-    group, ranks = group_of(node), op_traits.named_arguments(node).get("group_size")
-    ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group)
+    ranks = op_traits.named_arguments(node).get("group_size")
+    ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group_of(node))
     pattern = Pattern.REDUCE if "all_reduce" in op_traits.schema_name(node) else Pattern.GATHER
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
     sent = sent_bytes(pattern, max(read, _bytes(node.meta.get("val"))), ranks)
-    return GroupTraffic(group, ranks, sent, steps_of(pattern, ranks))
+    return GroupTraffic(ranks, sent, steps_of(pattern, ranks))
 
 
 def workspace_bytes(node: fx.Node, runs_on: str) -> int:

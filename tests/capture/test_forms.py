@@ -141,6 +141,7 @@ def test_a_link_is_measured_once_and_stored(monkeypatch, tmp_path):
     measured = HostLink(25e9, 20e9, 1e-5)
     calls: list[torch.device] = []
     monkeypatch.setattr(links, "measure_link", lambda device: (calls.append(device), measured)[1])
+    monkeypatch.setattr(links, "outside_of_modes", lambda device, measure: measure())
     monkeypatch.setattr(links, "device_key", lambda device: "card")
     monkeypatch.setattr(links, "device_name", lambda device: "H100-80GB")
     for _ in range(2):

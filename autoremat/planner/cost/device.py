@@ -300,8 +300,8 @@ class Pricing:
 
     cost_model: str
     calibrated_share: float
-    """Measured rates of the device. Measured or given rates of a process group."""
+    """Measured rates of the device, and given rates of a process group."""
     assumed_share: float
     """Data sheets."""
     interconnect: str = ""
-    """The rates of the process groups with their sources, as text; empty if no op communicates."""
+    """The rates of the process groups with their origins, as text; empty if no op communicates."""

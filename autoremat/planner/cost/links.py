@@ -17,21 +17,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autoremat.planner.cost.datasheets import GB, UNKNOWN_GPU, contains_word, datasheet, datasheet_name
 from autoremat.planner.graph.op import Engine, Form, Transfer
-
-
-class LinkSource(enum.Enum):
-    """The origin of an interconnect's figures."""
-
-    GIVEN = "given"
-    """The options."""
-    MEASURED = "measured"
-    ASSUMED = "assumed"
-    """Data sheets."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +29,12 @@ class Interconnect:
 
     bytes_per_second: float
     latency_seconds: float
-    source: LinkSource = LinkSource.ASSUMED
+    is_given: bool = False
+    """True if the rate comes from the options, False if from data sheets."""
     step_seconds: float = 0.0
     """Latency of each step, in which all ranks pass a part of the data on."""
     pipelined: bool = False
-    """True if pieces of a message are under way at once. A measured rate contains what that costs."""
+    """True if pieces of a message are under way at once. A given rate contains what that costs."""
 
     def __post_init__(self) -> None:
         latencies = self.latency_seconds, self.step_seconds
@@ -157,22 +147,18 @@ def assumed_interconnect(device: str, ranks: int) -> Interconnect:
 
 @dataclass(frozen=True)
 class Links:
-    """The interconnects of all process groups of a step.
-
-    Figures of the options come first, then those of the measured ``groups``, by name, then data sheets.
-    """
+    """The interconnects of all process groups of a step: figures of the options, or else of data sheets."""
 
     bytes_per_second: float | None = None
     latency_seconds: float | None = None
-    groups: Mapping[str, Interconnect] = field(default_factory=dict)
 
-    def of(self, group: str, ranks: int, device: str) -> Interconnect:
-        """Returns the interconnect of the process group ``group`` with ``ranks`` devices of the name ``device``."""
-        link = self.groups.get(group) or assumed_interconnect(device, ranks)
+    def of(self, ranks: int, device: str) -> Interconnect:
+        """Returns the interconnect of a process group with ``ranks`` devices of the name ``device``."""
+        link = assumed_interconnect(device, ranks)
         if self.latency_seconds is not None:
             link = replace(link, latency_seconds=self.latency_seconds, step_seconds=0.0, pipelined=False)
         if self.bytes_per_second is not None:
-            link = replace(link, bytes_per_second=self.bytes_per_second, source=LinkSource.GIVEN, pipelined=False)
+            link = replace(link, bytes_per_second=self.bytes_per_second, is_given=True, pipelined=False)
         return link
 
 

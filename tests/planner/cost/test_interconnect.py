@@ -11,7 +11,6 @@ from autoremat.planner.cost.links import (
     GPUS_OF_A_NODE,
     Interconnect,
     Links,
-    LinkSource,
     Pattern,
     assumed_interconnect,
     sent_bytes,
@@ -63,13 +62,11 @@ def test_bytes_that_each_rank_sends(pattern, ranks, sent):
     assert Interconnect(1e3, 2.0).seconds(sent) == 2.0 + sent / 1e3
 
 
-def test_options_come_before_measurements_and_these_before_data_sheets():
-    measured = Interconnect(2e9, 1e-5, LinkSource.MEASURED)
-    assert Links(groups={"0": measured}).of("0", 8, "cpu") == measured
-    assert Links(groups={"0": measured}).of("1", 8, "cpu") == assumed_interconnect("cpu", 8)
-    given = Links(5e9, None, {"0": measured}).of("0", 8, "cpu")
-    assert given == Interconnect(5e9, 1e-5, LinkSource.GIVEN)
-    assert Links(None, 1e-3).of("0", 8, "cpu").latency_seconds == 1e-3
+def test_options_come_before_data_sheets():
+    assumed = assumed_interconnect("cpu", 8)
+    assert Links().of(8, "cpu") == assumed
+    assert Links(5e9).of(8, "cpu") == Interconnect(5e9, assumed.latency_seconds, is_given=True)
+    assert Links(None, 1e-3).of(8, "cpu").latency_seconds == 1e-3
 
 
 @pytest.mark.parametrize("name", [*DATASHEETS, "NVIDIA A100 80GB PCIe", "Abacus"])
@@ -82,8 +79,8 @@ def test_steps_and_pieces_under_way_at_once_take_longer():
     link = Interconnect(100.0, 1.0, step_seconds=1.0)
     assert [link.seconds(900.0, steps_of(Pattern.GATHER, 4)), link.seconds(900.0, steps_of(Pattern.REDUCE, 4))] == [13.0, 16.0]
     assert Interconnect(100.0, 1.0, step_seconds=1.0, pipelined=True).seconds(900.0, 3) == 13.0 + 2 * 6.0
-    assert Links(100.0, 1.0).of("0", 8, "H100").seconds(900.0, 7) == 10.0  # given figures are complete
-    near = Links(None, 1.0).of("0", 8, "H100")
+    assert Links(100.0, 1.0).of(8, "H100").seconds(900.0, 7) == 10.0  # given figures are complete
+    near = Links(None, 1.0).of(8, "H100")
     assert near.seconds(900.0, 7) == 1.0 + 900.0 / near.bytes_per_second
 
 
