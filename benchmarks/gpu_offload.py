@@ -22,9 +22,9 @@ from rich.table import Table
 
 import autoremat
 from autoremat.host_memory.links import link_of
-from autoremat.measure.links import host_link_of
+from autoremat.measure.calibration import host_link_of
+from autoremat.planner.cost.durations import stalls_of
 from autoremat.planner.cost.links import PLANNED_SHARE, assumed_host_link
-from autoremat.planner.cost.stalls import stalls_of
 
 CASES = (
     ("Llama 8B, 8 layers", 0.55), ("GPT-2 medium", 0.25), ("Llama 1B", 0.35), ("Llama 8B, 8 layers", 0.48), ("ViT-L", 0.3),
@@ -99,7 +99,7 @@ def planned(work: Workload, budget: int, expected: Sequence[torch.Tensor], **opt
         replayed_bytes=report.compiled_peak_bytes or report.predicted_peak_bytes,
         predicted_seconds=report.predicted_seconds,
         stall_seconds=report.stall_seconds,
-        stall_seconds_at_best=stalls_of(plan.graph, plan.schedule, 1 / PLANNED_SHARE).seconds,
+        stall_seconds_at_best=sum(stalls_of(plan.graph, plan.schedule, 1 / PLANNED_SHARE)),
         planned_moved_bytes=report.moved_bytes,
         to_host_bytes=link.moved["to_host_bytes"] - before["to_host_bytes"],
         from_host_bytes=link.moved["from_host_bytes"] - before["from_host_bytes"],

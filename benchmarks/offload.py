@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoremat.options.options import Options
+from autoremat.planner.cost.durations import stalls_of
 from autoremat.planner.cost.links import LATENCY_SECONDS, PLANNED_SHARE, HostLink, host_form
-from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan

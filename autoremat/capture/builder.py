@@ -47,13 +47,9 @@ class Builder:
     unknown_workspaces: frozenset[str] = frozenset()
     may_repeat_collectives: bool = False
 
-    def nbytes(self, tensor: torch.Tensor) -> int:
-        """Returns the bytes of the tensor's storage; 0 if it is not on the model's device."""
-        return storage_bytes(tensor, self.device_type)
-
     def new_value(self, node: fx.Node, name: str, tensor: torch.Tensor, role: Role) -> int:
         module, source = origin(node)
-        self.values.append(Value(name, self.nbytes(tensor), None, role, module, source))
+        self.values.append(Value(name, storage_bytes(tensor, self.device_type), None, role, module, source))
         self.value_nodes.append(node if role is not Role.COMPUTED else None)
         number = len(self.values) - 1
         self.storages[storage_key(tensor)] = number
@@ -63,29 +59,18 @@ class Builder:
 
     def visit(self, node: fx.Node) -> None:
         """Adds the next node of the joint graph."""
-        if node.op == "placeholder":
-            self.placeholder(node)
-        elif node.op == "get_attr":
-            self.constant(node)
-        elif node.op == "call_function":
+        if node.op == "call_function":
             self.call(node)
+        elif node.op in ("placeholder", "get_attr"):
+            tensor: Any = node.meta.get("val")
+            is_constant = node.op == "get_attr"
+            if is_constant and not isinstance(tensor, torch.Tensor):
+                tensor = getattr(self.joint, str(node.target), None)
+            role = Role.TANGENT if not is_constant and joint_graphs.is_tangent(node) else Role.INPUT
+            is_held = isinstance(tensor, torch.Tensor)
+            self.aliases[node] = self.new_value(node, node.name, tensor, role) if is_held else None
         elif node.op != "output":
             raise CaptureError("a joint graph should hold only function calls")
-
-    def placeholder(self, node: fx.Node) -> None:
-        tensor = node.meta.get("val")
-        if isinstance(tensor, torch.Tensor):
-            role = Role.TANGENT if joint_graphs.is_tangent(node) else Role.INPUT
-            self.aliases[node] = self.new_value(node, node.name, tensor, role)
-        else:
-            self.aliases[node] = None
-
-    def constant(self, node: fx.Node) -> None:
-        tensor = node.meta.get("val")
-        if not isinstance(tensor, torch.Tensor):
-            held = getattr(self.joint, str(node.target), None)
-            tensor = held if isinstance(held, torch.Tensor) else None
-        self.aliases[node] = None if tensor is None else self.new_value(node, node.name, tensor, Role.INPUT)
 
     def call(self, node: fx.Node) -> None:
         if joint_graphs.orders_streams(node):
@@ -118,14 +103,10 @@ class Builder:
         if isinstance(held, (tuple, dict)):
             alias = held[index]  # type: ignore[index]
         self.aliases[node] = alias
-        if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is self.call_of(node):
-            self.value_nodes[alias] = node
-
-    def call_of(self, node: fx.Node) -> fx.Node:
-        """Returns the op whose (nested) result ``node`` unpacks."""
         call = communication.unpacked(node)
-        awaited = communication.awaited_call(call)
-        return call if awaited is None else awaited
+        call = communication.awaited_call(call) or call
+        if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is call:
+            self.value_nodes[alias] = node
 
     def compute(self, node: fx.Node) -> None:
         read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in flatten(self.aliases.get(n))))

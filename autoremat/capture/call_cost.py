@@ -74,7 +74,7 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool) -> Cost:
         flops, workspace = (declarations.amount(a, args, kwargs) for a in (declared.flops, declared.workspace_bytes))
         return Cost(flops, moved, workspace)
     if higher_order.name_of(node) in higher_order.RUNS_BODIES and higher_order.bodies(node):
-        simulated = _simulated(node, args, device_type, runs_on, fuses)
+        simulated = _simulated(node, args, moved, device_type, runs_on, fuses)
         return simulated if fuses else _measured_in_eager(node, args, kwargs, simulated, runs_on)
     flops = op_traits.flops_of(node, args, kwargs, result)
     found = workspace_of(node, args, kwargs, runs_on, fuses)
@@ -121,15 +121,14 @@ def _tensor_bytes(node: fx.Node) -> int:
     return sum(map(tensor_bytes, _tensors(node)))
 
 
-def _simulated(node: fx.Node, args: tuple[Any, ...], device_type: str, runs_on: str, fuses: bool) -> Cost:
+def _simulated(node: fx.Node, args: tuple[Any, ...], moved: int, device_type: str, runs_on: str, fuses: bool) -> Cost:
     """Returns the cost of a higher-order op from those of its bodies, with a bound on the memory that it holds beside them."""
     inside = [_cost_of_body(body, device_type, runs_on, fuses) for body in higher_order.bodies(node)]
-    runs = _runs(node, args)
-    moved = _tensor_bytes(node) + sum(_tensor_bytes(n) for n in node.all_input_nodes)
+    runs, together = _runs(node, args), max if higher_order.name_of(node) == "cond" else sum  # one of the branches runs
     flops = op_traits.flops_of(node, args, {}, node.meta.get("val"))
     return Cost(
-        flops or runs * _together(node, [c.flops for c in inside]),
-        max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
+        flops or runs * together(c.flops for c in inside),
+        max(moved, runs * together(c.moved_bytes for c in inside)),
         max(c.workspace_bytes for c in inside) + _held_beside_bodies(node, args, fuses),
         (),
         frozenset().union(*(c.unknown for c in inside)),
@@ -145,15 +144,11 @@ MOST_RUNS = 1000
 
 def _measured_in_eager(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: Cost, runs_on: str) -> Cost:
     """Returns the cost with the memory of an eager run by itself, if it may run; else unchanged."""
-    if higher_order.name_of(node) in higher_order.RUNS_BODY_ONCE:
-        return simulated
-    if simulated.flops > MOST_FLOPS or simulated.workspace_bytes > LARGEST or _runs(node, args) > MOST_RUNS:
-        return simulated
+    is_large = simulated.flops > MOST_FLOPS or simulated.workspace_bytes > LARGEST or _runs(node, args) > MOST_RUNS
     here = all(tensor.device.type == runs_on for tensor in _tensors(node))
-    alone = measured(node, args, kwargs, node.meta.get("val")) if here else None
-    if alone is None:
-        return simulated
-    return replace(simulated, workspace_bytes=alone.workspace, excess_bytes=alone.excess)
+    may_run = here and not is_large and higher_order.name_of(node) not in higher_order.RUNS_BODY_ONCE
+    alone = measured(node, args, kwargs, node.meta.get("val")) if may_run else None
+    return simulated if alone is None else replace(simulated, workspace_bytes=alone.workspace, excess_bytes=alone.excess)
 
 
 def _held_beside_bodies(node: fx.Node, args: tuple[Any, ...], fuses: bool) -> int:
@@ -184,16 +179,12 @@ def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:
     return symbolic_sizes.size_hint(over[0].shape[0]) if over else 1
 
 
-def _together(node: fx.Node, amounts: list[int]) -> int:
-    """Returns the sum of the bodies' amounts; for a branch, their maximum."""
-    return max(amounts) if higher_order.name_of(node) == "cond" else sum(amounts)
-
-
 def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: bool) -> Cost:
     flops = moved = peak = live = 0
     unknown: frozenset[str] = frozenset()
     born: dict[int, int] = {}
-    last_use = _last_uses(body)
+    uses = ((position, holder) for position, node in enumerate(body.graph.nodes) for holder in (node, *node.all_input_nodes))
+    last_use = {storage_key(tensor): position for position, holder in uses for tensor in _tensors(holder)}
     for position, node in enumerate(body.graph.nodes):
         if node.op != "call_function":
             born.update((storage_key(t), 0) for t in _tensors(node))  # inputs exist anyway
@@ -213,12 +204,3 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
                 live -= born.get(key, 0)
                 born[key] = 0
     return Cost(flops, moved, max(0, peak - live), (), unknown)  # the results are still live at the end
-
-
-def _last_uses(body: fx.GraphModule) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for position, node in enumerate(body.graph.nodes):
-        for holder in (node, *node.all_input_nodes):
-            for tensor in _tensors(holder):
-                found[storage_key(tensor)] = position
-    return found

@@ -21,7 +21,7 @@ from torch import fx
 from autoremat.capture.builder import written_values
 from autoremat.capture.capture import Capture
 from autoremat.capture.communication import Replicated
-from autoremat.ops.collectives import gather_workspace_bytes
+from autoremat.ops.collectives import copies_nothing
 from autoremat.planner.cost.links import HostLink, Links, Pattern, host_form, sent_bytes
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import BITS, SHARDS, Engine, Form, Transfer, Value
@@ -129,9 +129,6 @@ def _shards(node: fx.Node, captured: Capture, groups: Iterable[str], links: Link
     shard, graph = whole // len(ranks), captured.graph
     link = links.of(len(ranks), captured.device.name)
     seconds = max(link.seconds(sent_bytes(Pattern.GATHER, whole, len(ranks))), graph.machine.traffic_seconds(shard, whole))
-    workspace = gather_workspace_bytes(group, whole, captured.runs_on)
-    store, load = (
-        Transfer(Engine.COMPUTE, graph.machine.traffic_seconds(shard, shard)),
-        Transfer(Engine.COMPUTE, seconds, workspace),
-    )
+    store = Transfer(Engine.COMPUTE, graph.machine.traffic_seconds(shard, shard))
+    load = Transfer(Engine.COMPUTE, seconds, 0 if copies_nothing(group, captured.runs_on) else whole)
     yield Form(SHARDS, store, load, device_bytes=-(-shard // unit) * unit, ranks=tuple(ranks))

@@ -20,7 +20,7 @@ from autoremat.capture.communication import fingerprint, replicated_nodes
 from autoremat.capture.forms import groups_of_shards, with_forms, without_shards
 from autoremat.capture.pricing import ROOFLINE, Prices
 from autoremat.compiler.problem import Problem
-from autoremat.measure.links import host_link_of
+from autoremat.measure.calibration import host_link_of
 from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
 from autoremat.passes.insert_transfers import FORMS

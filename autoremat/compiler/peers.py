@@ -24,8 +24,7 @@ from autoremat.compiler.exchange import Session, session_at
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.compiler.planned_graph import PlannedGraph
 from autoremat.compiler.problem import Problem
-from autoremat.measure.calibration import rates_of
-from autoremat.measure.links import host_link_of, least_link
+from autoremat.measure.calibration import host_link_of, least_link, rates_of
 from autoremat.planner.cost.device import Rates
 from autoremat.planner.cost.links import HostLink
 from autoremat.planner.multigraph.step import Step

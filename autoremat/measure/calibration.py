@@ -1,4 +1,5 @@
-"""The memory, the devices and the ranks of this machine, and the rates of a device: measured on request, and stored on disk.
+"""The memory, the devices and the ranks of this machine; the rates of a device and of its link to the host: measured on
+request, and stored on disk.
 
 A card with a data sheet is not measured: kernels of its architecture were, and their shapes tell more than a few typical ops.
 Stored rates are specific to device, torch version, number of threads and precision of matrix products.
@@ -8,23 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import astuple
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from autoremat import host_memory
 from autoremat.basics import disk_cache
+from autoremat.basics.codec import Codec
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import now
+from autoremat.host_memory.links import new_stream
 from autoremat.planner.cost.datasheets import datasheet
 from autoremat.planner.cost.device import Rates
+from autoremat.planner.cost.links import HostLink, assumed_host_link
 from autoremat.torch_private import compilers, symbolic_sizes
 from autoremat.torch_private.process_groups import job
 
@@ -231,3 +238,73 @@ def _measured(device: torch.device) -> Rates:
     left, right, out = (torch.zeros(STREAMED, device=device) for _ in range(3))
     streaming = least_seconds(device, lambda: torch.add(left, right, out=out))
     return Rates(of_products(TINY, torch.float32, LAUNCHES), 3 * out.nbytes / streaming, tuple(by_type))
+
+
+# -- the link to the host ----------------------------------------------------------------------------------------------
+
+# A small copy gives the latency. The time that a large one takes longer gives the rate. Ranks of a machine that compile
+# together measure at the same time, so their rates are those of a link that they share.
+
+SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 32 * 2**20
+"""Copied bytes of the two measurements."""
+
+CODEC = Codec()
+
+LEAST_SECONDS = 1e-7
+"""Least difference of the two measurements."""
+
+STAND_IN = HostLink(50e9, 50e9)
+"""The link of a CPU that stands for an accelerator: that of a card at PCI Express 5.0."""
+
+_links: dict[str, HostLink] = {}
+
+
+def host_link_of(device: torch.device, measures: bool = True) -> HostLink | None:
+    """Returns the link of ``device``; None if its tensors cannot be kept on the host.
+
+    Its rates are from disk or measured, or those of its data sheet if nothing may be measured.
+    """
+    if not host_memory.is_available(device):
+        return None
+    if device.type == "cpu":
+        return STAND_IN
+    assumed = assumed_host_link(device_name(device))
+    if assumed is None or not measures:  # the device shares the host's memory
+        return assumed
+    key = f"{device_key(device)}-{ranks_of_machine()}"
+    if key not in _links:
+        try:
+            _links[key] = CODEC.read(HostLink, json.loads(disk_cache.read_text("host_links", key) or ""))
+        except disk_cache.UNUSABLE:
+            now(f"measuring the link between {device} and the host")
+            _links[key] = outside_of_modes(device, partial(measure_link, device))
+            disk_cache.write_text("host_links", key, json.dumps(astuple(_links[key])))
+    return _links[key]
+
+
+def measure_link(device: torch.device) -> HostLink:
+    """Returns the link of an accelerator, by copies of two sizes in each direction.
+
+    It takes well below a second, and allocates :data:`LARGE_BYTES` on the device and on the host.
+    """
+    here, there = (torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=where) for where in ("cpu", device))
+    here, stream = here.pin_memory() if device.type != "cpu" else here, new_stream(device)
+
+    def seconds(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> float:
+        def copy() -> None:
+            with stream:
+                target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+
+        return least_seconds(device, copy)
+
+    ways = ((here, there), (there, here))
+    small, large = ([seconds(*way, nbytes) for way in ways] for nbytes in (SMALL_BYTES, LARGE_BYTES))
+    moved = LARGE_BYTES - SMALL_BYTES
+    to_host, from_host = (moved / max(long - short, LEAST_SECONDS) for long, short in zip(large, small, strict=True))
+    return HostLink(to_host, from_host, max(small))
+
+
+def least_link(links: Sequence[HostLink]) -> HostLink:
+    """Returns the link whose rates the slowest of ``links`` has, for ranks that follow one plan."""
+    to_host, from_host, latencies = zip(*map(astuple, links), strict=True)
+    return HostLink(min(to_host), min(from_host), max(latencies))

@@ -49,7 +49,7 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
     On CPUs, gloo gathers into one buffer and copies it into the results. It reduces and scatters a copy of the operands.
     Several operands of one call become one buffer first.
     """
-    if _copies_nothing(group_of(node), runs_on):
+    if copies_nothing(group_of(node), runs_on):
         return 0
     name, made = op_traits.schema_name(node), _bytes(node.meta.get("val"))
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
@@ -59,12 +59,8 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
     return joined + (made if "all_gather" in name else 0)
 
 
-def gather_workspace_bytes(group: str, gathered_bytes: int, runs_on: str) -> int:
-    """Returns what :func:`workspace_bytes` does, for an all-gather of one tensor that is not in the graph yet."""
-    return 0 if _copies_nothing(group, runs_on) else gathered_bytes
-
-
-def _copies_nothing(group: str, runs_on: str) -> bool:
+def copies_nothing(group: str, runs_on: str) -> bool:
+    """Returns True if the collectives of a process group need no memory beside their results."""
     return runs_on != "cpu" or process_groups.is_fake(group)
 
 
@@ -73,7 +69,7 @@ def held_bytes(node: fx.Node, runs_on: str) -> int:
 
     A thread of gloo reports that it is done before it lets go of the operands, of the results and of its own buffers.
     """
-    if not op_traits.is_collective(node) or _copies_nothing(group_of(node), runs_on):
+    if not op_traits.is_collective(node) or copies_nothing(group_of(node), runs_on):
         return 0
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
     return read + _bytes(node.meta.get("val")) + workspace_bytes(node, runs_on)

@@ -10,8 +10,8 @@ from functools import cached_property
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import binding
 from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.cost.durations import stalls_of
 from autoremat.planner.cost.links import PLANNED_SHARE
-from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.op import BITS, HOST, SHARDS
 from autoremat.planner.multigraph.device_budget import NAMES
 from autoremat.planner.plans.plan import Plan

@@ -15,8 +15,8 @@ from autoremat import OptionWarning, host_memory
 from autoremat.capture import forms
 from autoremat.compiler import joint_graph
 from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.measure import links
-from autoremat.measure.links import host_link_of, least_link, measure_link
+from autoremat.measure import calibration
+from autoremat.measure.calibration import host_link_of, least_link, measure_link
 from autoremat.planner.cost.links import HostLink
 from autoremat.planner.graph.op import Engine, Value
 from autoremat.planner.settings import Settings
@@ -66,7 +66,7 @@ def test_large_results_of_the_forward_have_a_form_on_the_host(device):
         form = value.form("host")
         assert (form.device_bytes, form.host_bytes) == (0, value.bytes)
         assert (form.store.engine, form.load.engine) == (Engine.TO_HOST, Engine.FROM_HOST)
-        assert form.store.seconds > value.bytes / links.STAND_IN.to_host
+        assert form.store.seconds > value.bytes / calibration.STAND_IN.to_host
 
 
 def test_what_the_caller_holds_or_an_op_writes_has_no_form(device):
@@ -128,9 +128,9 @@ def test_settings_under_which_nothing_is_copied(small_values, setting, said):
 def test_the_link_is_measured_in_both_directions(monkeypatch):
     assert 0 < measure_link(CPU).to_host < 1e13
     seconds = iter([1e-5, 2e-5, 1e-3, 2e-3])
-    monkeypatch.setattr(links, "least_seconds", lambda device, run: (run(), next(seconds))[1])
+    monkeypatch.setattr(calibration, "least_seconds", lambda device, run: (run(), next(seconds))[1])
     link = measure_link(CPU)
-    moved = links.LARGE_BYTES - links.SMALL_BYTES
+    moved = calibration.LARGE_BYTES - calibration.SMALL_BYTES
     assert link.to_host == pytest.approx(moved / (1e-3 - 1e-5))
     assert link.from_host == pytest.approx(moved / (2e-3 - 2e-5))
     assert link.latency_seconds == 2e-5
@@ -140,18 +140,18 @@ def test_a_link_is_measured_once_and_stored(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     measured = HostLink(25e9, 20e9, 1e-5)
     calls: list[torch.device] = []
-    monkeypatch.setattr(links, "measure_link", lambda device: (calls.append(device), measured)[1])
-    monkeypatch.setattr(links, "outside_of_modes", lambda device, measure: measure())
-    monkeypatch.setattr(links, "device_key", lambda device: "card")
-    monkeypatch.setattr(links, "device_name", lambda device: "H100-80GB")
+    monkeypatch.setattr(calibration, "measure_link", lambda device: (calls.append(device), measured)[1])
+    monkeypatch.setattr(calibration, "outside_of_modes", lambda device, measure: measure())
+    monkeypatch.setattr(calibration, "device_key", lambda device: "card")
+    monkeypatch.setattr(calibration, "device_name", lambda device: "H100-80GB")
     for _ in range(2):
-        monkeypatch.setattr(links, "_known", {})
+        monkeypatch.setattr(calibration, "_links", {})
         assert host_link_of(torch.device("cuda")) == measured
         assert host_link_of(torch.device("cuda")) == measured
     assert len(calls) == 1
     (stored,) = (tmp_path / "host_links").iterdir()
     stored.write_text("[1]")
-    monkeypatch.setattr(links, "_known", {})
+    monkeypatch.setattr(calibration, "_links", {})
     assert host_link_of(torch.device("cuda")) == measured
     assert len(calls) == 2
     assert host_link_of(torch.device("cuda"), measures=False) != measured

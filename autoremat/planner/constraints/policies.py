@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 from autoremat.basics.checks import refused
@@ -43,12 +44,6 @@ def matches_path(path: str, pattern: str) -> bool:
     return any(fnmatchcase(f".{path}", one) for one in (pattern, f"*.{pattern}"))
 
 
-def prefixes(path: str) -> list[str]:
-    """Returns the path of a module and of all modules around it: "a", "a.b", "a.b.c"."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
-
-
 def targets(op: Op) -> list[str]:
     """Returns the names of an op and of the model's op that it was decomposed from, each with and without overload."""
     names = [name for name in (op.target, op.decomposed_from) if name]
@@ -59,7 +54,8 @@ def matches_op(op: Op, pattern: str) -> bool:
     """Returns True if ``pattern`` matches the op's target, a name of its result, or a module that it runs in."""
     if any(fnmatchcase(name, pattern) for name in (*targets(op), *op.tensor_names)):
         return True
-    return any(matches_path(prefix, pattern) for scope in op.scopes[-1:] for prefix in prefixes(scope.path))
+    paths = (accumulate(scope.path.split("."), "{}.{}".format) for scope in op.scopes[-1:])  # "a", "a.b", "a.b.c"
+    return any(matches_path(path, pattern) for each in paths for path in each)
 
 
 def nearest(pattern: str, ops: Iterable[Op], others: Iterable[str] = ()) -> str:

@@ -30,6 +30,22 @@ Searches compare plans by what each decision adds (:class:`FusedTraffic`):
 - A pointwise op whose result an extern kernel reads runs once. It also costs a launch and the write of the result.
 
 Without fusion, every op is a kernel that writes its result and reads its inputs in any case, so saving costs no time.
+
+The rest of the file computes how long the compute stream waits for the transfers of stays. The stream runs the executions in
+sequence. Every other engine is a queue: it carries out one transfer after the other,
+in the sequence of their issue. Four events of a stay meet the compute stream:
+
+| Event | Moment | The compute stream |
+| load  | before the execution ``load``  | issues the load |
+| need  | before the execution ``need``  | waits for the end of the load |
+| store | after the execution ``store``  | issues the store |
+| free  | after the execution ``free``   | waits for the end of the store |
+
+Of transfers that are issued at the same moment, the one whose end is awaited first goes first. ``Engine.COMPUTE`` is the
+compute stream itself, so its transfers only add their seconds. A store has ended before its load is issued, because the stream
+waits for it at ``free``. So no load waits for its store.
+
+Copies in the two directions do not slow each other down here, because they hardly run at once.
 """
 
 from __future__ import annotations
@@ -43,8 +59,8 @@ from numpy.typing import NDArray
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Inlining
-from autoremat.planner.graph.schedule import Schedule, recent
+from autoremat.planner.graph.op import Engine, Inlining
+from autoremat.planner.graph.schedule import Schedule, Stay, recent
 from autoremat.planner.memory.fusion import fusion_in
 
 ROUNDING = 1e-9
@@ -251,30 +267,21 @@ class FusedTraffic:
     def _again(self, index: int) -> float:
         """Returns the seconds that recomputing a pointwise op adds."""
         graph, op = self.graph, self.graph.ops[index]
-        read = sum(graph.values[v].bytes for v in graph.computed_inputs[index] if self._only_read_by_repeats(v))
-        arithmetic = (op.seconds - op.memory_bound_seconds) * self._times_spread(index)
+        # Repetitions read what no fused kernel of the backward reads anyway, and an extern kernel or reduction computes.
+        inputs = (value for value in graph.computed_inputs[index] if self.kinds[graph.makers[value]] != POINTWISE)
+        read = sum(graph.values[value].bytes for value in inputs if not self._read(value))
+        made, spread = self._made_bytes(index), self._spread_bytes[index]
+        times = spread / made if made and op.inputs and spread > LARGEST_TYPE_RATIO * made else 1.0  # by broadcasting
+        arithmetic = (op.seconds - op.memory_bound_seconds) * times
         stored = sum(
             graph.values[value].bytes
             for value in op.outputs
             if any(self.kinds[reader] == EXTERN for reader in graph.readers[value])
         )
         groups = 1 if stored or op.inlining is Inlining.NEVER else max(self._runs_in_need[index].bit_count(), 1)
-        reads = 1 if read < self._made_bytes(index) else groups
+        reads = 1 if read < made else groups
         launch = graph.machine.launch_seconds if stored else 0.0
         return launch + groups * arithmetic + graph.machine.traffic_seconds(reads * read, stored)
-
-    def _only_read_by_repeats(self, value: int) -> bool:
-        """Returns True if no fused kernel of the backward reads the value anyway, and an extern kernel or reduction computes
-        it.
-        """
-        maker = self.graph.values[value].producer
-        return maker is not None and self.kinds[maker] != POINTWISE and not self._read(value)
-
-    def _times_spread(self, index: int) -> float:
-        """Returns the factor by which broadcasting to larger readers repeats the arithmetic of a forward op."""
-        made = self._made_bytes(index)
-        spread = self._spread_bytes[index]
-        return spread / made if made and self.graph.ops[index].inputs and spread > LARGEST_TYPE_RATIO * made else 1.0
 
     def _made_bytes(self, index: int) -> int:
         return sum(self.graph.values[v].bytes for v in self.graph.ops[index].outputs)
@@ -315,3 +322,45 @@ class FusedTraffic:
 def traffic_of(graph: Graph) -> FusedTraffic:
     """Returns the traffic of ``graph``, computed once per graph."""
     return graph.derived(FusedTraffic)
+
+
+LOAD, NEED, STORE, FREE = range(4)
+"""The events of a stay, in the sequence in which they occur at one execution. It runs between ``NEED`` and ``STORE``."""
+
+
+def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDArray[np.float64] | None = None) -> list[float]:
+    """Returns, for each execution, the seconds that the compute stream waits before and after it, or transfers itself.
+
+    Engines run at ``speed`` times the planned rate; the compute stream keeps its own. Callers that judge many stays give the
+    ``seconds`` of the executions, because :func:`durations` does not depend on stays.
+    """
+    waits = [0.0] * len(schedule.sequence)
+    if not schedule.stays:
+        return waits
+    lasting = durations(graph, schedule) if seconds is None else seconds
+    begins = np.concatenate([[0.0], np.cumsum(lasting)]).tolist()
+    idle_from, ends, waited = dict.fromkeys(Engine, 0.0), dict[tuple[int, int], float](), 0.0
+    forms = schedule.forms(graph)
+    for position, event, _, value in sorted(event for stay in schedule.stays for event in _events(stay)):
+        now = begins[position + (event >= STORE)] + waited
+        if event in (NEED, FREE):
+            wait = max(0.0, ends[value, event] - now)
+        else:
+            transfer = forms[value].load if event == LOAD else forms[value].store
+            is_compute = transfer.engine is Engine.COMPUTE
+            lasts = transfer.seconds if is_compute else transfer.seconds / speed
+            wait = lasts if is_compute else 0.0
+            idle_from[transfer.engine] = ends[value, event + 1] = max(now, idle_from[transfer.engine]) + lasts
+        waits[position] += wait
+        waited += wait
+    return waits
+
+
+def _events(stay: Stay) -> tuple[tuple[int, int, int, int], ...]:
+    """Returns the events of ``stay``: the execution, the event, the execution at which its end is awaited, the value."""
+    return (
+        (stay.load, LOAD, stay.need, stay.value),
+        (stay.need, NEED, stay.need, stay.value),
+        (stay.store, STORE, stay.free, stay.value),
+        (stay.free, FREE, stay.free, stay.value),
+    )

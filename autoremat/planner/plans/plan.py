@@ -17,8 +17,7 @@ import numpy as np
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.cost.durations import durations, traffic_of
-from autoremat.planner.cost.stalls import stalls_of
+from autoremat.planner.cost.durations import durations, stalls_of, traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Role
 from autoremat.planner.graph.schedule import Schedule

@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autoremat.planner.cost.stalls import stalls_of
+from autoremat.planner.cost.durations import stalls_of
 from autoremat.planner.graph.op import Engine
 from autoremat.planner.graph.schedule import Stay
 from autoremat.planner.plans.limits import Limits

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoremat.planner.cost.datasheets import DATASHEETS
+from autoremat.planner.cost.durations import stalls_of
 from autoremat.planner.cost.links import HostLink, assumed_host_link, host_form
-from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay

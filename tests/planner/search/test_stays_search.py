@@ -17,8 +17,7 @@ from strategies import GraphBuilder, changed, close_under_need, graphs, on_host,
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
 from autoremat.planner.api import plan as plan_of
-from autoremat.planner.cost.durations import durations
-from autoremat.planner.cost.stalls import stalls_of
+from autoremat.planner.cost.durations import durations, stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Form, Role, Transfer
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
