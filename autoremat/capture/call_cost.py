@@ -7,7 +7,7 @@ They come from torch's description of the op (:mod:`autoremat.ops.op_traits`), f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from autoremat.workspaces.formulas import (
     layouts_under_inductor,
     workspace_bytes,
 )
-from autoremat.workspaces.measurement import LARGEST, arguments, measured
+from autoremat.workspaces.measurement import arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,7 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool) -> Cost:
         flops, workspace = (declarations.amount(a, args, kwargs) for a in (declared.flops, declared.workspace_bytes))
         return Cost(flops, moved, workspace)
     if higher_order.name_of(node) in higher_order.RUNS_BODIES and higher_order.bodies(node):
-        simulated = _simulated(node, args, moved, device_type, runs_on, fuses)
-        return simulated if fuses else _measured_in_eager(node, args, kwargs, simulated, runs_on)
+        return _simulated(node, args, moved, device_type, runs_on, fuses)
     flops = op_traits.flops_of(node, args, kwargs, result)
     found = workspace_of(node, args, kwargs, runs_on, fuses)
     if found is None:
@@ -133,22 +132,6 @@ def _simulated(node: fx.Node, args: tuple[Any, ...], moved: int, device_type: st
         (),
         frozenset().union(*(c.unknown for c in inside)),
     )
-
-
-MOST_FLOPS = 10**10
-"""The most FLOPs of a higher-order op that is measured."""
-
-MOST_RUNS = 1000
-"""The most runs of its body."""
-
-
-def _measured_in_eager(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: Cost, runs_on: str) -> Cost:
-    """Returns the cost with the memory of an eager run by itself, if it may run; else unchanged."""
-    is_large = simulated.flops > MOST_FLOPS or simulated.workspace_bytes > LARGEST or _runs(node, args) > MOST_RUNS
-    here = all(tensor.device.type == runs_on for tensor in _tensors(node))
-    may_run = here and not is_large and higher_order.name_of(node) not in higher_order.RUNS_BODY_ONCE
-    alone = measured(node, args, kwargs, node.meta.get("val")) if may_run else None
-    return simulated if alone is None else replace(simulated, workspace_bytes=alone.workspace, excess_bytes=alone.excess)
 
 
 def _held_beside_bodies(node: fx.Node, args: tuple[Any, ...], fuses: bool) -> int:

@@ -22,7 +22,7 @@ from torch import fx
 from autoremat.basics.units import format_bytes
 from autoremat.measure.calibration import rates_of
 from autoremat.ops import op_traits
-from autoremat.ops.collectives import traffic_of_group
+from autoremat.ops.collectives import seconds_of
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.cost.device import (
@@ -209,9 +209,8 @@ class Pricer:
             traffic *= 1.0 if arithmetic else 1 - ARITHMETIC_SHARE
         else:
             seconds = self.device.seconds(work)
-        if (call := traffic_of_group(node)) is not None:
-            link = self.prices.links.of(call.ranks, self.device.name)
-            seconds = max(seconds, link.seconds(call.sent_bytes, call.steps))
+        if (communication := seconds_of(node, self.prices.links, self.device.name)) is not None:
+            link, seconds = communication[0], max(seconds, communication[1])
             is_calibrated = link.is_given
             self.links.add(link)
         self.total_seconds += seconds

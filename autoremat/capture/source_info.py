@@ -67,10 +67,8 @@ def origin(node: fx.Node) -> tuple[str, str]:
 
     A node of autograd has the module path of its forward op.
     """
-    module = ""
-    for path, _ in (node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values():
-        module = path
-    module = ROOT.sub("", module.replace("._modules", "")).lstrip(".")
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {"": ("", "")}
+    module = ROOT.sub("", [*stack.values()][-1][0].replace("._modules", "")).lstrip(".")
     source = ""
     for line in (node.meta.get("stack_trace") or "").splitlines():
         if line.strip().startswith("File "):

@@ -52,23 +52,21 @@ def share_of_host_memory() -> int:
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), control: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the bytes that this process could allocate on the host, under the limit of its control group too."""
-    found = [_available(meminfo)]
+    """Returns the bytes that this process could allocate on the host, under the limit of its control group too.
+
+    Linux estimates the free memory; elsewhere half of all memory counts.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found = [int(lines["MemAvailable"].removesuffix("kB")) * 2**10]
+    except (OSError, KeyError, ValueError):
+        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
     for limit, used in CONTROL_GROUPS:
         try:
             found.append(max(0, int((control / limit).read_text()) - int((control / used).read_text())))
         except (OSError, ValueError):  # no such version, or "max"
             continue
     return min(found)
-
-
-def _available(meminfo: Path) -> int:
-    """Returns the bytes of free memory by Linux's estimate; elsewhere half of all memory."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].removesuffix("kB")) * 2**10
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def checked_device(device: torch.device) -> torch.device:

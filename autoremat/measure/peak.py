@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -274,13 +275,6 @@ class _CudaTracker(PeakTracker):
 def _replay_cuda(trace: Iterable[dict[str, Any]]) -> Timeline:
     """Returns the bytes above the start after each event of the CUDA allocator's history, whose times are in microseconds."""
     signs = {"alloc": 1, "free_requested": -1}  # a block is no longer allocated once its release is requested
-    total = 0
-    timeline = [(0.0, 0)]
-    start_us: int | None = None
-    for entry in trace:
-        if entry["action"] not in signs:
-            continue
-        start_us = entry["time_us"] if start_us is None else start_us
-        total += signs[entry["action"]] * entry["size"]
-        timeline.append(((entry["time_us"] - start_us) / 1e6, total))
-    return tuple(timeline)
+    events = [(entry["time_us"], signs[entry["action"]] * entry["size"]) for entry in trace if entry["action"] in signs]
+    totals = accumulate(size for _, size in events)
+    return ((0.0, 0), *(((time - events[0][0]) / 1e6, total) for (time, _), total in zip(events, totals, strict=True)))

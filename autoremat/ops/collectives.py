@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from autoremat.ops import op_traits
-from autoremat.planner.cost.links import Pattern, sent_bytes, steps_of
+from autoremat.planner.cost.links import Interconnect, Links, Pattern, sent_bytes, steps_of
 from autoremat.torch_private import process_groups
 from autoremat.torch_private.tensors import tensor_bytes, tensors_in
 
@@ -16,19 +15,8 @@ GLOO_THREADS = 2
 """Threads of a gloo group, each of which works on one collective."""
 
 
-@dataclass(frozen=True)
-class GroupTraffic:
-    """The communication of one call."""
-
-    ranks: int
-    sent_bytes: float
-    """Bytes that each rank sends."""
-    steps: int
-    """Times that each rank passes a part of the data on."""
-
-
-def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
-    """Returns the communication of a collective; None for any other node.
+def seconds_of(node: fx.Node, links: Links, device: str) -> tuple[Interconnect, float] | None:
+    """Returns the interconnect of a collective and its seconds there; None for any other node.
 
     The number of ranks is an argument of the call, else that of the group. The larger of operands and results counts: a gather
     has few bytes before and all of them after, a reduce-scatter the other way round.
@@ -40,7 +28,8 @@ def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
     pattern = Pattern.REDUCE if "all_reduce" in op_traits.schema_name(node) else Pattern.GATHER
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
     sent = sent_bytes(pattern, max(read, _bytes(node.meta.get("val"))), ranks)
-    return GroupTraffic(ranks, sent, steps_of(pattern, ranks))
+    link = links.of(ranks, device)
+    return link, link.seconds(sent, steps_of(pattern, ranks))
 
 
 def workspace_bytes(node: fx.Node, runs_on: str) -> int:

@@ -79,10 +79,7 @@ _declared: dict[str, Declaration] = {
         lambda rows, matrices, *_, **__: 2 * grouped_flops(rows, matrices), grouped_workspace
     ),
 }
-"""Declarations by "namespace::op", "namespace::op.overload" or, for Triton kernels, "triton::module.function".
-
-Ops of other libraries that are known to be pure are declared from the start.
-"""
+"""Declarations by "namespace::op", "namespace::op.overload" or, for Triton kernels, "triton::module.function"."""
 
 
 def declare_pure(op: object, *, flops: Amount = 0, workspace_bytes: Amount = 0) -> None:

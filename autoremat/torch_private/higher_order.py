@@ -31,12 +31,6 @@ results during the next run, or combine pairs of elements, then pairs of pairs."
 EAGER_ATTENTION = {"flex_attention": 6, "flex_attention_backward": 12}
 """Attention that eager code computes with whole matrices of scores, and a bound on how many it holds at once."""
 
-RUNS_BODY_ONCE = frozenset({"cond", "invoke_subgraph"})
-"""Ops whose eager run is a single run of one body."""
-
-RUNS_BY_DATA = frozenset({"while_loop"})
-"""Ops that may run for ever on synthetic data."""
-
 INDEX_BYTES = 16
 """Bytes of positions for each element of one run's stacked results in an eager scan: a tensor of them, and a product of it."""
 

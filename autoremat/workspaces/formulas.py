@@ -317,26 +317,22 @@ def workspace_bytes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
-    device_type: str | None = None,
+    runs_on: str,
     layout: Layout | None = None,
 ) -> int | None:
     """Returns the bytes of the call's workspace, or an upper bound; None if it is unknown.
 
-    ``args``, ``kwargs`` and ``result`` hold (fake) tensors. ``device_type`` is the type of the device that runs the kernel; by
-    default that of the result's device. ``layout`` gives the layout of images among the arguments.
+    ``args``, ``kwargs`` and ``result`` hold (fake) tensors. ``runs_on`` is the type of the device that runs the kernel.
+    ``layout`` gives the layout of images among the arguments.
     """
     tensors = tensors_in(result)
     if not tensors or op_traits.packet(node) in GENERATED:
         return 0
-    runs_on = device_type or tensors[0].device.type
     formula = (CPU if runs_on == "cpu" else CUDA).get(op_traits.packet(node))
     if formula is not None and (bound := formula(*args, **kwargs)) is not None:
         return bound
-    here = tensors[0].device.type == runs_on
-    alone = measured(node, args, kwargs, result, layout) if here else None
-    found = None if alone is None else alone.workspace
-    if found is None:
-        found = bound_bytes(node, args, kwargs, result, runs_on)
+    alone = measured(node, args, kwargs, result, layout) if tensors[0].device.type == runs_on else None
+    found = bound_bytes(node, args, kwargs, result, runs_on) if alone is None else alone.workspace
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
 
 

@@ -7,7 +7,6 @@ memory depends on the data is measured on several kinds of data, and its dearest
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -145,20 +144,10 @@ def _stored(key: str) -> Workspaces:
         return {}
 
 
-def runs_only_torch(node: fx.Node) -> bool:
-    """Returns True if the call runs ops of torch alone, and ends on any data. It may have bodies of such ops."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return Trait.OPAQUE not in op_traits.traits_of(node)
-    bodies, name = higher_order.bodies(node), higher_order.name_of(node)
-    if not bodies or name not in higher_order.RUNS_BODIES or name in higher_order.RUNS_BY_DATA:
-        return False
-    return all(runs_only_torch(inner) for body in bodies for inner in body.graph.nodes if inner.op == "call_function")
-
-
 def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
-    """Returns True if the call may run alone: only ops of torch, on dense tensors of a present device, and not too large."""
+    """Returns True if the call may run alone: an op of torch, on dense tensors of a present device, and not too large."""
     device = tensors[0].device
-    if not measurable(device) or not runs_only_torch(node):
+    if not measurable(device) or higher_order.name_of(node) or Trait.OPAQUE in op_traits.traits_of(node):
         return False
     if "mkldnn" in str(node.target):
         return False  # oneDNN's own ops do not check that their arguments match
@@ -266,16 +255,7 @@ def _described(value: Any) -> str:
         return f"{bits}{str(value.dtype).removeprefix('torch.')}{shape}{strides}@{value.device.type}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_described, value))}]"
-    if isinstance(value, fx.GraphModule):
-        return hashlib.sha256(_body_text(value).encode()).hexdigest()
     return str(size_hint(value)) if isinstance(value, torch.SymInt) else str(value)
-
-
-def _body_text(body: fx.GraphModule) -> str:
-    """Returns text that is equal for equal graphs on equal arguments."""
-    held = (_described(node.meta.get("val")) for node in body.graph.nodes if node.op == "placeholder")
-    inner = (_body_text(one) for node in body.graph.nodes for one in higher_order.bodies(node))
-    return "\n".join([body.code, *held, *inner])
 
 
 def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

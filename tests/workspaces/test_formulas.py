@@ -31,7 +31,7 @@ def bound(call: Callable[..., Any], *args: torch.Tensor) -> int:
 
 def formula(call: Callable[..., Any], *args: torch.Tensor) -> int:
     """The largest workspace of the traced calls."""
-    return _largest(workspace_bytes, call, *args)
+    return _largest(lambda *one: workspace_bytes(*one, "cpu"), call, *args)
 
 
 def bound_of(*call: Any) -> int:

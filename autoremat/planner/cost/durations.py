@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,7 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Inlining
-from autoremat.planner.graph.schedule import Schedule, Stay, recent
+from autoremat.planner.graph.schedule import RECENT, Schedule, Stay
 from autoremat.planner.memory.fusion import fusion_in
 
 ROUNDING = 1e-9
@@ -73,12 +73,13 @@ def durations(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
 
 
 def _recent(graph: Graph) -> Callable[[Schedule], NDArray[np.float64]]:
+    @lru_cache(RECENT)
     def of_kernels(schedule: Schedule) -> NDArray[np.float64]:
         found = _Kernels(graph, schedule).seconds(_alone(graph, schedule))
         found.setflags(write=False)  # callers share it
         return found
 
-    return recent(of_kernels)
+    return of_kernels
 
 
 def _alone(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:

@@ -8,18 +8,15 @@ it is *saved*. In a single-phase graph the backward is empty, and the forward re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TypeVar
+from functools import cached_property
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Form
 
-T = TypeVar("T")
-
 RECENT = 4
-"""Number of schedules that a search builds together, before it chooses stays for them."""
+"""Number of schedules that a search builds together, before it chooses stays for them. Their figures are remembered."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +116,3 @@ def build_schedule(graph: Graph, saved: Collection[int]) -> Schedule:
     crossing = Schedule((), tuple(backward)).saved(graph)
     forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
     return Schedule(tuple(sorted(forward)), tuple(backward))
-
-
-def recent(compute: Callable[[Schedule], T]) -> Callable[[Schedule], T]:
-    """Returns ``compute`` with its results for the last few schedules, for which a search asks again soon."""
-    return lru_cache(RECENT)(compute)

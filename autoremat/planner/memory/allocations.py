@@ -67,8 +67,8 @@ def joined(forward: HalfAllocations, backward: HalfAllocations) -> Allocations:
     same = _matched(forward, backward)
     shift = 1 + max((number for number, _ in forward.events), default=0)
     numbers = {number: same.get(number, number + shift) for number, _ in backward.events}
-    kept, live = {number for _, number in forward.results}, _live(forward.events)
-    dropped = [(number, FREED) for number in live if number not in kept]
+    settled = {number for _, number in forward.results}.union(number for number, size in forward.events if size == FREED)
+    dropped = [(number, FREED) for number, _ in forward.events if number not in settled]
     received = {number for _, number in backward.arguments if number in same}
     allocated: set[int] = set()
     events = [*forward.events, *dropped]
@@ -107,16 +107,6 @@ def _like(half: HalfAllocations, number: int, sizes: dict[int, int]) -> tuple[in
 
 def _sizes(half: HalfAllocations) -> dict[int, int]:
     return {number: size for number, size in half.events if size != FREED}
-
-
-def _live(events: Sequence[Event]) -> list[int]:
-    live: dict[int, None] = {}
-    for number, size in events:
-        if size == FREED:
-            del live[number]
-        else:
-            live[number] = None
-    return list(live)
 
 
 def beside_sizes(timeline: Timeline) -> list[int]:

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, REDUCTION, Flags, Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.schedule import Schedule, recent
+from autoremat.planner.graph.schedule import RECENT, Schedule
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 
@@ -52,7 +53,9 @@ class Fused:
         """Returns the fusion of ``buffers``, whose last readers it updates. Without fusion, each execution is a group."""
         if not buffers.graph.machine.fuses:
             return cls(buffers, np.zeros(len(buffers.value), dtype=np.bool_), np.arange(len(buffers.sequence)))
-        return cls(buffers, *fusion_of(buffers))
+        kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
+        group = _fusion_groups(kinds, buffers.num_forward)
+        return cls(buffers, _absent(buffers, kinds, group), group)
 
 
 def fusion_in(graph: Graph, schedule: Schedule) -> Fused:
@@ -61,7 +64,7 @@ def fusion_in(graph: Graph, schedule: Schedule) -> Fused:
 
 
 def _recent(graph: Graph) -> Callable[[Schedule], Fused]:
-    return recent(lambda schedule: Fused.of(Buffers(graph, schedule)))
+    return lru_cache(RECENT)(lambda schedule: Fused.of(Buffers(graph, schedule)))
 
 
 def live_ranges_with_fusion(found: Fused) -> LiveRanges:
@@ -78,13 +81,6 @@ def live_ranges_with_fusion(found: Fused) -> LiveRanges:
         _extend(starts, ends, group, overwritten, overwriting)
     exist = ~absent
     return LiveRanges(buffers.value[exist], buffers.computed_at[exist], starts[exist], ends[exist], buffers.bytes[exist])
-
-
-def fusion_of(buffers: Buffers) -> tuple[Flags, Numbers]:
-    """Returns, for each live range, True if fusion does not materialise it; and the fusion group of each execution."""
-    kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
-    group = _fusion_groups(kinds, buffers.num_forward)
-    return _absent(buffers, kinds, group), group
 
 
 def _fusion_groups(kinds: Numbers, num_forward: int) -> Numbers:

@@ -138,7 +138,10 @@ class BackwardBytes:
         graph, schedule = timeline.graph, timeline.schedule
         length, border = len(schedule.sequence), len(schedule.forward)
         freed, of_gradient = (np.zeros(length + 1, dtype=np.int64) for _ in range(2))
-        dependent, saved = _dependent(graph), set(schedule.saved(graph)).difference(stay.value for stay in schedule.stays)
+        saved = set(schedule.saved(graph)).difference(stay.value for stay in schedule.stays)
+        dependent = {number for number, value in enumerate(graph.values) if value.role is Role.TANGENT}
+        for op in graph.ops[graph.num_forward :]:
+            dependent.update(op.outputs if not dependent.isdisjoint(op.inputs) else ())
         latest = {one.value: one for one in timeline.live_ranges if one.start < border and one.value in saved}
         for one in timeline.live_ranges:
             if one.value in dependent:
@@ -163,12 +166,3 @@ class BackwardBytes:
         if gradients:
             live = live + (gradients - 1) * self.of_gradient + gradients * self.at_hand
         return int(live.max()) if len(live) else 0
-
-
-def _dependent(graph: Graph) -> set[int]:
-    """Returns the values that depend on a gradient that flows into the backward."""
-    found = {number for number, value in enumerate(graph.values) if value.role is Role.TANGENT}
-    for op in graph.ops[graph.num_forward :]:
-        if not found.isdisjoint(op.inputs):
-            found.update(op.outputs)
-    return found

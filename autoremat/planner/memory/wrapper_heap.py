@@ -39,12 +39,6 @@ class Heap:
         """Live bytes in the pool and outside."""
         return sum(self.live.values())
 
-    def use_workspace(self, size: int, in_pool: bool) -> None:
-        """Allocates and frees a workspace of ``size`` bytes."""
-        if size:
-            self.allocate(size, WORKSPACE, in_pool=in_pool, round_to=1)
-            self.release(WORKSPACE)
-
     def allocate(self, size: int, *names: str, in_pool: bool | None = None, round_to: int | None = None) -> None:
         """Allocates a storage of ``size`` bytes, rounded up, that ``names`` refer to.
 

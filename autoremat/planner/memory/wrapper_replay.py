@@ -28,6 +28,7 @@ from autoremat.planner.memory.wrapper_heap import (
     COPY_FROM_HOST,
     COPY_TO_HOST,
     WAIT_FOR_COPY_TO_HOST,
+    WORKSPACE,
     Heap,
     aliased,
     called_function,
@@ -182,8 +183,10 @@ def replay(
             made = heap.live_bytes - before or _written(statement.value, heap)
             own = workspace_of(name_in_code(_written_buffer(statement)))
             needed = _workspace_by_name(statement.value, made, workspaces or {}) if own is None else own
-            in_names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
-            heap.use_workspace(needed + _reordered(statement.value, heap), any(map(is_recorded, in_names)))
+            if needed := needed + _reordered(statement.value, heap):
+                in_names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+                heap.allocate(needed, WORKSPACE, in_pool=any(map(is_recorded, in_names)), round_to=1)
+                heap.release(WORKSPACE)
     return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
 
 
