@@ -181,7 +181,8 @@ class Annealing:
         self.op_seconds = graph.step_seconds / max(len(graph.ops), 1)
         self.value_bytes = max(float(np.mean([size for size in self.sites.size if size] or [1])), 1.0)
 
-    def _set(self, adding: bool, index: int, site: int) -> None:
+    def change(self, adding: bool, index: int, site: int) -> None:
+        """Adds or removes a recomputation."""
         if adding:
             self.sites.add(index, site)
             self.place[index, site] = len(self.chosen)
@@ -194,7 +195,7 @@ class Annealing:
             self.place[last] = number
 
     def _step(self, adding: bool, index: int, site: int) -> None:
-        self._set(adding, index, site)
+        self.change(adding, index, site)
         self.steps.append((adding, index, site))
 
     def _withdraw(self, index: int, site: int) -> None:
@@ -255,12 +256,6 @@ class Annealing:
                     return following
         return None
 
-    def start_from(self, schedule: Schedule) -> None:
-        for index, site in zip(schedule.sequence, sites_of(self.graph, schedule), strict=True):
-            if index != site and self.sites.movable[index] and site not in self.sites.runs[index]:
-                self._set(True, index, site)
-        self.sites.settle()
-
     def _over(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], float]:
         """Returns the bytes over the budget at each site (negative: free bytes), and the sum of the positive ones."""
         over = self.sites.together - self.sites.apart - self.budget
@@ -319,7 +314,7 @@ class Annealing:
             change = sites.added + price * excess_now - energy
             if change > 0.0 and self.random.random() >= math.exp(-change / temperature):
                 for adding, index, site in reversed(self.steps):
-                    self._set(not adding, index, site)
+                    self.change(not adding, index, site)
                 sites.changed.clear()
                 sites.together, sites.apart, sites.added = before
                 continue
@@ -358,7 +353,11 @@ def improve(
     for number, length in enumerate([*lengths, warm_moves]):
         warm, search = number == len(lengths), Annealing(graph, budget, seed + number)
         if warm:
-            search.start_from((found.plan or found.smallest).schedule)
+            schedule = (found.plan or found.smallest).schedule
+            for index, site in zip(schedule.sequence, sites_of(graph, schedule), strict=True):
+                if index != site and search.sites.movable[index] and site not in search.sites.runs[index]:
+                    search.change(True, index, site)
+            search.sites.settle()
         best, closest, interrupted = search.run(length, settings.temperatures[warm], deadline)
         found = found.with_plans([Plan.of(graph, best or closest, "annealed")], budget, interrupted)
         if interrupted or found.is_converged(good_gap):

@@ -106,25 +106,18 @@ class IntervalModel:
     def memory(self) -> csc_matrix:
         """Bytes of each column (columns) at each op (rows)."""
         graph, end = self.graph, len(self.graph.ops)
-        rows, columns, entries = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
-
-        def put(column: int, start: int, stop: int, size: int) -> None:
-            stretch = np.arange(start, min(stop, end))
-            rows.append(stretch)
-            columns.append(np.full(len(stretch), column))
-            entries.append(np.full(len(stretch), float(size)))
-
+        start, stop, size = np.zeros((3, self.columns), dtype=np.int64)
         for value, events in enumerate(self.hold):
-            producer, size = graph.values[value].producer, graph.values[value].bytes
-            for previous, (event, column) in zip((producer, *events), events.items(), strict=False):
-                if previous is not None and size:
-                    put(column, previous + 1, event + 1, size)
+            for previous, (event, column) in zip((graph.makers[value], *events), events.items(), strict=False):
+                start[column], stop[column], size[column] = previous + 1, event + 1, graph.values[value].bytes
         for index, sites in enumerate(self.again):
             made = sum(graph.values[v].bytes for v in graph.ops[index].outputs) + graph.ops[index].workspace_bytes
             for site, column in sites.items():
-                put(column, site, site + 1, made)
-        triple = (np.concatenate(entries), (np.concatenate(rows), np.concatenate(columns)))
-        return csc_matrix(triple, shape=(end, self.columns))
+                start[column], stop[column], size[column] = site, site + 1, made
+        lengths = (np.minimum(stop, end) - start).clip(0) * (size > 0)
+        begins = np.append(0, np.cumsum(lengths))
+        rows = np.arange(begins[-1]) - np.repeat(begins[:-1] - start, lengths)
+        return csc_matrix((np.repeat(size, lengths).astype(np.float64), rows, begins), shape=(end, self.columns))
 
     @cached_property
     def cost(self) -> Vector:
@@ -199,8 +192,7 @@ def sites_of(graph: Graph, schedule: Schedule) -> list[int]:
         if position < len(schedule.forward) or index >= graph.num_forward:
             first_runs.setdefault(index, position)
     sites, following = [], len(graph.ops)
-    for position in range(len(schedule.sequence) - 1, -1, -1):
-        index = schedule.sequence[position]
+    for position, index in reversed(list(enumerate(schedule.sequence))):
         following = index if first_runs.get(index) == position else following
         sites.append(following)
     return sites[::-1]

@@ -17,17 +17,13 @@ import numpy as np
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.cost.durations import durations, stalls_of, traffic_of
+from autoremat.planner.cost.durations import ROUNDING, durations, stalls_of, traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
-
-OPTIMAL_SHARE = 1e-9
-"""Optimality tolerance: a plan this close to its lower bound, as a share of the bound or of the step, counts as optimal. Bounds
-are rounded down."""
 
 
 class Status(str, enum.Enum):
@@ -74,7 +70,7 @@ class Plan(Shown):
 
     @property
     def sequence(self) -> tuple[int, ...]:
-        """The op numbers in the sequence in which they run."""
+        """The numbers of the ops in sequence."""
         return self.schedule.sequence
 
     @property
@@ -134,9 +130,7 @@ class Plan(Shown):
 
     @cached_property
     def gap(self) -> float:
-        """The optimality gap: the cost in seconds above the lower bound, as a share of the step at the least possible cost.
-        Infinite if no plan fits.
-        """
+        """The cost above the lower bound, as a share of the step at the least possible cost; infinite if no plan fits."""
         if math.isinf(self.lower_bound_seconds):
             return math.inf
         excess = max(0.0, self.cost_seconds - self.lower_bound_seconds)
@@ -148,7 +142,7 @@ class Plan(Shown):
         bounds = ((self.peak_bytes, self.budget_bytes), (self.host_bytes, self.host_budget_bytes))
         if any(budget is not None and taken > budget for taken, budget in bounds):
             return Status.INFEASIBLE
-        if self.cost_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
+        if self.cost_seconds <= self.lower_bound_seconds * (1 + ROUNDING) + self.graph.step_seconds * ROUNDING:
             return Status.OPTIMAL
         return Status.TIME_LIMIT if self.interrupted else Status.FEASIBLE
 
@@ -237,8 +231,7 @@ class Plan(Shown):
     def check(self, graph: Graph | None = None, *, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if the plan breaks a rule of ``graph`` (by default its own).
 
-        It covers the executions and their sequence, the stays, the constraints, the simulated bytes, the budgets and the
-        bounds. With ``ignores_recompute``, values may be saved that constraints recompute, as in the baseline.
+        With ``ignores_recompute``, values may be saved that constraints recompute, as in the baseline.
         """
         graph = graph or self.graph
         check_executions(graph, self.schedule)

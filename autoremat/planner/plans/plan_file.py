@@ -100,14 +100,12 @@ def difference(stored: Graph, found: Graph) -> str:
     if first == len(stored.ops) == len(found.ops):
         return "\n".join([*lines, "  the ops are the same; the sizes of inputs or the outputs differ"])
     lines.append(f"  the first op that differs is number {first}:")
-    return "\n".join([*lines, *(f"    {name:<8}{_op_text(graph, first)}" for name, graph in graphs)])
-
-
-def _op_text(graph: Graph, index: int) -> str:
-    if index >= len(graph.ops):
-        return "(no such op)"
-    op, place = graph.ops[index], ""
-    made = ", ".join(f"{v} ({graph.values[v].name}, {format_bytes(graph.values[v].bytes)})" for v in op.outputs)
-    if op.source:
-        place = f" in {op.module or 'the model'} at {op.source}"
-    return f"{op.target} reads values {[*op.inputs]}, makes values [{made}] in the {'for' if op.forward else 'back'}ward{place}"
+    for name, graph in graphs:
+        text = "(no such op)"
+        if first < len(graph.ops):
+            op = graph.ops[first]
+            made = [f"{v} ({graph.values[v].name}, {format_bytes(graph.values[v].bytes)})" for v in op.outputs]
+            text = f"{op.target} reads values {[*op.inputs]}, makes values {made} in the {'for' if op.forward else 'back'}ward"
+            text += f" in {op.module or 'the model'} at {op.source}" if op.source else ""
+        lines.append(f"    {name:<8}{text}")
+    return "\n".join(lines)

@@ -117,7 +117,5 @@ class GroupedPlan:
 
     def stay(self, storable: Storable, store: int, free: int, load: int) -> Stay:
         """Returns the stay with these groups as its positions."""
-        begins, ends = self.begins, self.ends
-        return Stay(
-            storable.value, storable.form.name, int(ends[store]), int(ends[free]), int(begins[load]), int(begins[storable.need])
-        )
+        positions = (*self.ends[[store, free]].tolist(), *self.begins[[load, storable.need]].tolist())
+        return Stay(storable.value, storable.form.name, *positions)

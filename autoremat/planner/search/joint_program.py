@@ -73,7 +73,13 @@ class JointProgram:
         if host_bytes is not None:
             held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
             self.rows.add(held, -np.inf, host_bytes / graph.calls.in_flight / GIBIBYTE)
-        self.matrix = self.rows.matrix(self.columns)
+        self.matrix, self.cost = self.rows.matrix(self.columns), np.zeros(self.columns)
+        self.cost[list(self.wait.values())] = 1.0
+        for value, columns in self.saved.items():
+            self.cost[columns] = traffic_of(graph).saving_seconds[value] / MILLISECOND
+        for (_, form), column in self.stored.items():
+            converting = (one.seconds for one in (form.store, form.load) if one.engine is Engine.COMPUTE)
+            self.cost[column] += sum(converting) / MILLISECOND
 
     def _number_columns(self) -> None:
         first, end, columns = self.graph.num_forward, len(self.graph.ops), itertools.count()
@@ -133,23 +139,13 @@ class JointProgram:
         chosen[[column for op, column in self.again.items() if op in again]] = 1.0
         high[memory] = self.matrix[memory] @ chosen + (budget - self._most_bytes(plan)[:-1]) / GIBIBYTE
         upper[: self.wait[self.points[0]]] = 1.0
-        program = Program(self.matrix, self._cost(), np.array(self.rows.low), high, np.zeros(self.columns), upper)
+        program = Program(self.matrix, self.cost, np.array(self.rows.low), high, np.zeros(self.columns), upper)
         found, shares = solve(program, 0, seconds), np.zeros(len(self.graph.values))
         if found is None:
             return None
         for value, columns in self.saved.items():
             shares[value] = found[columns].sum()
         return shares
-
-    def _cost(self) -> Vector:
-        traffic, cost = traffic_of(self.graph), np.zeros(self.columns)
-        cost[list(self.wait.values())] = 1.0
-        for value, columns in self.saved.items():
-            cost[columns] = traffic.saving_seconds[value] / MILLISECOND
-        for (_, form), column in self.stored.items():
-            converting = (t.seconds for t in (form.store, form.load) if t.engine is Engine.COMPUTE)
-            cost[column] += sum(converting) / MILLISECOND
-        return cost
 
     def _there(self, value: int) -> dict[int, float]:
         producer = self.graph.makers[value]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.fusion import fusion_in
-from autoremat.planner.memory.live_ranges import Buffers
 from autoremat.planner.plans.plan import Plan
 
 Span = tuple[int, int, int]
@@ -84,18 +84,15 @@ class LiveView:
         """The ops that run again before an execution."""
         self.removed: set[int] = set()
         """The executions that are left out."""
-        self._find_readers(buffers, absent)
         self.of_value: dict[int, list[tuple[int, int]]] = {}
         """For each value, the starts and the numbers of its ranges, ascending."""
         for number, value in enumerate(self.value):
             self.of_value.setdefault(value, []).append((self.start[number], number))
-
-    def _find_readers(self, buffers: Buffers, absent: np.ndarray) -> None:
         positions = np.arange(len(self.sequence) + 1)
         order = np.argsort(buffers.source, kind="stable")
         readers: list[int] = buffers.reader[order].tolist()
         bounds: list[int] = np.searchsorted(buffers.source[order], np.arange(self.num_ranges + 1)).tolist()
-        self.readers = [readers[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+        self.readers = [readers[begin:end] for begin, end in pairwise(bounds)]
         """For each range, the executions that read it."""
         self.read_from: list[int] = np.searchsorted(buffers.reader, positions).tolist()
         """For each execution, where its reads begin in ``source``."""

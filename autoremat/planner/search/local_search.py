@@ -104,30 +104,27 @@ class LocalSearch:
         """Returns the plan after drops that lower its excess over ``target``, those of the fewest seconds per byte first."""
 
         def choose(view: LiveView, most: int, banned: Set[Hashable]) -> list[Hashable]:
-            return self._drops(view, target, most, banned, noisy)
+            """Applies drops until the deltas of the view fit, each at the fullest execution at which one helps."""
+            chosen, stuck, drops = list[Hashable](), list[int](), Drops(view)
+            while len(chosen) < most and len(stuck) <= settings.executions and not self.is_over():
+                over = view.bytes_at - target
+                over[stuck] = 0
+                fullest = int(over.argmax())
+                if over[fullest] <= 0:
+                    break
+                with self.limit.unit():
+                    best = self._best_drop(drops, fullest, target, banned, noisy)
+                    if best is None:
+                        stuck.append(fullest)
+                    else:
+                        chosen.append(best.key(view))
+                        drops.apply(best)
+            return chosen
 
         def improves(found: Plan, plan: Plan) -> bool:
             return self.excess(found, target) < self.excess(plan, target)
 
         return plan if self.fits(plan, target) else self._batches(plan, choose, improves, settings.refusals)
-
-    def _drops(self, view: LiveView, target: int, most: int, banned: Set[Hashable], noisy: bool) -> list[Hashable]:
-        """Applies drops to a view until its deltas fit ``target``, each at the fullest execution at which one helps."""
-        chosen, stuck, drops = list[Hashable](), list[int](), Drops(view)
-        while len(chosen) < most and len(stuck) <= settings.executions and not self.is_over():
-            over = view.bytes_at - target
-            over[stuck] = 0
-            fullest = int(over.argmax())
-            if over[fullest] <= 0:
-                break
-            with self.limit.unit():
-                best = self._best_drop(drops, fullest, target, banned, noisy)
-                if best is None:
-                    stuck.append(fullest)
-                else:
-                    chosen.append(best.key(view))
-                    drops.apply(best)
-        return chosen
 
     def _best_drop(self, drops: Drops, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Drop | None:
         """Returns the drop of the fewest seconds per byte of excess at an execution, if there is one."""

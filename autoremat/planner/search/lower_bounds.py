@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.op import Kind
 from autoremat.planner.plans.limits import UNLIMITED, Limits
 from autoremat.planner.search.min_cut import Cut, MinCut
 from autoremat.planner.search.peak_bound import CertainFusion, bound_on_peak
@@ -227,22 +227,16 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
     Of the forward's values, only its outputs count.
     """
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
-    outputs, gradients = set(graph.forward_outputs), set(graph.backward_outputs)
+    outputs, gradients = set(graph.forward_outputs).intersection(graph.forward_values), set(graph.backward_outputs)
     fusion = CertainFusion(graph)
-    for number, value in enumerate(graph.values):
-        start, last = value.producer, len(graph.ops) - 1
-        if value.role is Role.TANGENT:
-            start = graph.num_forward
-        elif start is None or (start < graph.num_forward and number not in outputs):
-            continue
-        elif number not in outputs and number not in gradients:
-            if not fusion.materialised[number]:
-                continue
-            last = max(graph.readers[number], default=start)
-        if graph.machine.fuses and value.producer is not None and fusion.may_overwrite(value.producer):
-            start += 1  # while its op runs, the value may reuse the buffer that the op overwrites
-        change[start] += value.bytes
-        change[last + 1] -= value.bytes
+    change[graph.num_forward] = graph.tangent_bytes
+    for number, start in enumerate(graph.makers):
+        is_held = number in outputs or (start >= graph.num_forward and number in gradients)
+        if is_held or (start >= graph.num_forward and fusion.materialised[number]):
+            last = len(graph.ops) - 1 if is_held else max(graph.readers[number], default=start)
+            # While its op runs, the value may reuse the buffer that the op overwrites.
+            change[start + (graph.machine.fuses and fusion.may_overwrite(start))] += graph.values[number].bytes
+            change[last + 1] -= graph.values[number].bytes
     return np.cumsum(change)[: len(graph.ops)] + arrays_of(graph).workspace_bytes
 
 

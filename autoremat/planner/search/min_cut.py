@@ -58,8 +58,7 @@ class Cut:
     seconds: float
     """Seconds of the recomputation, plus the traffic of saved values if ``traffic`` is set."""
     bound: float
-    """Lower bound on the cost of any choice, in seconds plus priced bytes. It is the cost of this cut minus possible rounding
-    errors."""
+    """Lower bound on the cost of any choice, in seconds plus priced bytes: that of this cut minus possible rounding errors."""
 
 
 class MinCut:

@@ -28,9 +28,6 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
 from autoremat.planner.settings import settings
 
-SHARES = (1 / 3, 2 / 3, 1.0)
-"""Shares of the bytes that stays can free between the halves."""
-
 MANY = 1000
 """Number of open calls beside which the peak of one call itself hardly counts."""
 
@@ -65,8 +62,7 @@ def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) ->
             sweep = _Sweep(grouped, num_freeing, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
             if not sweep.run():
                 break
-            stays = sweep.stays()
-            schedule = replace(grouped.schedule, stays=stays)
+            schedule = replace(grouped.schedule, stays=sweep.stays())
             found = Plan.of(plan.graph, schedule, plan.label)
             excess = found.peak_bytes - budget
             if excess > 0:
@@ -269,7 +265,7 @@ class _Sweep:
             self.ended[-1] = moment
 
 
-def relieving(plan: Plan, shares: Sequence[float] = SHARES) -> Iterator[Plan]:
+def relieving(plan: Plan, shares: Sequence[float] = (1 / 3, 2 / 3, 1.0)) -> Iterator[Plan]:
     """Yields ``plan``, which has no stays, with stays that free ``shares`` of what it keeps between its halves.
 
     What one of several open calls keeps there is live while the others run, whatever the peak of its own graph.

@@ -24,12 +24,7 @@ from autoremat.planner.settings import settings
 
 
 def split_at(graph: Graph, place: int) -> Graph:
-    """Returns the training step whose forward is the first ``place`` ops of ``graph``, all of which must run in the forward.
-
-    Raises ``ValueError`` unless both halves have ops.
-    """
-    if not 0 < place < len(graph.ops):
-        raise ValueError(f"place={place} leaves one half of {len(graph.ops)} ops empty")
+    """Returns the training step whose forward is the first ``place`` ops of ``graph``, all of which must run in the forward."""
     return replace(
         graph,
         ops=(*graph.ops[:place], *(replace(op, forward=False) for op in graph.ops[place:])),
@@ -85,12 +80,11 @@ class Starts:
         return self.plan(self.mincut.cut(0.0, traffic=True).saved, "least traffic")
 
     def curve(self) -> list[frozenset[int]]:
-        """Returns the minimum cuts at all prices per saved byte, with the memory traffic of saving; the most saved bytes come
-        first.
+        """Returns the minimum cuts at all prices, with the memory traffic of saving; the most saved bytes come first.
 
-        Between two known cuts, the search tries the price at which both cost the same. The minimum cut at that price is a new
-        vertex of the curve, if there is one between them. The method is that of Eisner and Severance, "Mathematical Techniques
-        for Efficient Record Segmentation in Large Shared Databases", J. ACM 1976.
+        Between two known cuts, the minimum cut at the price at which both cost the same is a new vertex of the curve, if there
+        is one between them (Eisner and Severance, "Mathematical Techniques for Efficient Record Segmentation in Large Shared
+        Databases", J. ACM 1976).
         """
         ends = [self.mincut.cut(price, traffic=True) for price in (0.0, self.mincut.top_price)]
         found = {point.saved: point for point in ends}

@@ -164,9 +164,8 @@ class StaysSearch(LocalSearch):
 def admissible(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
     """Returns ``saved`` with the results of those ops that would have to run again and must not."""
     while True:
-        missing = graph.producers(graph.backward_needs - saved)
-        again = (graph.ops[index] for index in graph.ancestors(missing, saved))
-        needed = frozenset(value for op in again if not op.may_run_again for value in op.outputs)
+        again = graph.ancestors(graph.producers(graph.backward_needs - saved), saved)
+        needed = frozenset(value for index in again if not graph.ops[index].may_run_again for value in graph.made[index])
         if not needed:
             return saved
         saved |= needed
