@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles import same_bits
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from trained_steps import LEAST
 
 import autoremat
 from autoremat.passes import run_passes
+from autoremat.passes.building import Builder
+from autoremat.passes.rows.row_partition import Region
+from autoremat.passes.rows.run_by_parts import _Rewriting
 
 aten = torch.ops.aten
 
@@ -151,3 +157,18 @@ def test_a_batch_norm_runs_again_with_the_same_bits(name):
     (plain, plain_peak), (ours, our_peak) = found
     assert all(map(same_bits, plain, ours))
     assert our_peak <= share * plain_peak
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+def test_rows_between_two_places(sizes, data):
+    rows = torch.Size(sizes).numel()
+    start = data.draw(st.integers(0, rows - 1))
+    stop = data.draw(st.integers(start + 1, rows))
+    whole = torch.randn(*sizes[:-1], sizes[-1] + 1, 2)[..., : sizes[-1], :]
+    graph, mode = fx.Graph(), FakeTensorMode()
+    given_node = graph.placeholder("given")
+    given_node.meta["val"] = mode.from_tensor(whole)
+    rewriting = _Rewriting(graph, Region(rows), [(start, stop)], Builder(graph, mode))
+    graph.output(rewriting.between(given_node, len(sizes), start, stop, given_node))
+    assert torch.equal(fx.GraphModule({}, graph)(whole), whole.reshape(rows, 2)[start:stop])

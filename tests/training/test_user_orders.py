@@ -79,6 +79,25 @@ def test_writes_inside_of_selective_checkpoints_are_kept():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore::autoremat.BudgetWarning")
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 1, "on_infeasible": "best_effort"}])
+@pytest.mark.parametrize(("saved", "again"), [({"aten.addmm.default"}, "gelu"), ({"aten.gelu.default"}, "addmm")])
+def test_selective_policies_are_obeyed(options, saved, again):
+    layers, x = [nn.Linear(64, 64) for _ in range(3)], torch.randn(2048, 64)
+
+    def decide(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if str(op) in saved else CheckpointPolicy.MUST_RECOMPUTE
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, decide)
+        x = checkpoint(lambda x: layers[1](F.gelu(layers[0](x))).sigmoid(), x, use_reentrant=False, context_fn=contexts)
+        return layers[2](x).square().mean()
+
+    targets = {target for _, target in planned(step, x, **options)[0].recomputed()}
+    assert not targets & saved
+    assert f"aten.{again}.default" in targets
+
+
 def with_tags(inner):
     """Returns ``inner`` with orders to save all of its results, as torch-remat gives them for a region that it keeps."""
 
