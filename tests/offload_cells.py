@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import stays
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat import track_peak
+from autoremat import Report, track_peak
 
 AMPLE, SCARCE = 2**30, 2**18
 TANGENT_BYTES = 512
@@ -99,47 +98,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A step under a budget, planned and measured. ``host_memory`` bounds the bytes on the host."""
-
-    model: str
-    compiler: str
-    store: str
-    budget: str
-    budget_bytes: int
-    peak_bytes: int
-    """The predicted peak, without code headroom: replayed under Inductor, else simulated."""
-    headroom_bytes: int
-    """Code headroom, which leaves room for small workspaces of kernels and copies between layouts of images."""
-    measured_bytes: int
-    host_memory: int
-    host_bytes: int
-    """Planned bytes on the host. Each call moves so many, in both directions."""
-    held_bytes: int
-    """Bytes of all buffers on the host."""
-    to_host_bytes: int
-    from_host_bytes: int
-    packed: int
-    """Number of tensors that are kept as bits."""
-    equal_bits: bool
-    close: bool
-
-    @property
-    def holds(self) -> bool:
-        """True if the gradients are right and all figures are within their bounds, and as planned."""
-        exact = self.equal_bits if self.compiler == "aot_eager" else self.close
-        moves = self.to_host_bytes == self.from_host_bytes == self.host_bytes == self.held_bytes <= self.host_memory
-        is_peak = -self.headroom_bytes <= self.peak_bytes - self.measured_bytes <= TANGENT_BYTES
-        return exact and moves and is_peak and self.peak_bytes + self.headroom_bytes <= self.budget_bytes
-
-
 class Cells:
-    """The cells of one model under one compiler. Their reference is the step whose saved tensors stay as they are."""
+    """Steps of one model by one compiler. Their reference is the step whose saved tensors stay as they are."""
 
     def __init__(self, model: str, compiler: str) -> None:
         torch.manual_seed(0)
-        self.name, self.compiler = model, compiler
         self.module, self.x = MODELS[model]()
         self.options: dict[str, Any] = {"compiler": compiler, "cost_model": "roofline"}
         self.reference = self._trained(self.options)[1]
@@ -152,8 +115,8 @@ class Cells:
         train_step(compiled, module, (self.x,), 0)
         return compiled, train_step(compiled, module, (self.x,), 1)
 
-    def cell(self, store: str, budget: str) -> Cell:
-        """Returns the cell of a ``store`` and a ``budget``, of which the middle one has little memory on the host."""
+    def check(self, store: str, budget: str) -> Report:
+        """Checks a step by a ``store`` under a ``budget``, of which the middle one has little memory on the host."""
         host = SCARCE if budget == "middle" else AMPLE
         allowed = {**self.options, "store": STORES[store]} | ({"host_memory": host} if "host" in STORES[store] else {})
         ends = autoremat.explain(self.module, self.x, options=allowed)
@@ -165,20 +128,13 @@ class Cells:
         with track_peak("cpu") as peak:
             compiled(self.x).backward()
         done = stays.statistics("cpu")
-        forms = [stay.form for stay in report.plan.schedule.stays]
-        return Cell(
-            model=self.name, compiler=self.compiler, store=store, budget=budget, budget_bytes=bytes_,
-            peak_bytes=report.peak_bytes - report.code_headroom_bytes, headroom_bytes=report.code_headroom_bytes,
-            measured_bytes=peak.bytes, host_memory=host, host_bytes=report.host_peak_bytes, held_bytes=done.held_bytes,
-            to_host_bytes=done.to_host_bytes - before.to_host_bytes, packed=forms.count("bits"),
-            from_host_bytes=done.from_host_bytes - before.from_host_bytes,
-            equal_bits=not differences(outcome, self.reference), close=_is_close(outcome, self.reference),
-        )  # fmt: skip
-
-
-def _is_close(found: Outcome, wanted: Outcome) -> bool:
-    try:
-        torch.testing.assert_close(found.tensors, wanted.tensors, rtol=1e-4, atol=1e-6)
-    except AssertionError:
-        return False
-    return True
+        if self.options["compiler"] == "aot_eager":
+            assert not differences(outcome, self.reference)
+        else:
+            torch.testing.assert_close(outcome.tensors, self.reference.tensors, rtol=1e-4, atol=1e-6)
+        assert -TANGENT_BYTES <= peak.bytes - (report.peak_bytes - report.code_headroom_bytes) <= report.code_headroom_bytes
+        assert report.peak_bytes <= bytes_
+        moved = (done.to_host_bytes - before.to_host_bytes, done.from_host_bytes - before.from_host_bytes)
+        assert moved == (done.held_bytes, report.host_peak_bytes) == (report.host_peak_bytes, done.held_bytes)
+        assert done.held_bytes <= host
+        return report

@@ -7,8 +7,6 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from attention_choice import Facts, chosen
-
 from emulated_cuda import library
 
 NAME = "NVIDIA H100 80GB HBM3"
@@ -30,7 +28,8 @@ MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
 
 WHEN = ("current", "peak")
 
-KERNELS = {"math": MATH, "flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN}
+KERNELS = {"cudnn": CUDNN, "flash": FLASH, "efficient": EFFICIENT, "math": MATH}
+"""In torch's sequence."""
 ATTENTION_VARIABLE = "EMULATED_ATTENTION"
 """Environment variable with the name of the fused kernel that the card prefers: by default cuDNN's, as on a real H100."""
 
@@ -39,17 +38,22 @@ def choose_attention(dtype: bytes, numbers: Any, dropout: float) -> int:
     """Returns the number of the kernel that the card takes. `choose_attention` of `device.cpp` writes the ``numbers``."""
     import torch
 
-    preferred = os.environ.get(ATTENTION_VARIABLE, "cudnn")
-    triples = [tuple(numbers[3 * index : 3 * index + 3]) for index in range(6)]
+    from autoremat.tools.cuda_kernels import Attention
+
+    dtypes = {"Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64}
     trains, causal, grouped, dimensions = numbers[18:22]
-    facts = Facts(
-        dtype.decode(), CAPABILITY, 4, *triples,
-        mask=tuple(numbers[24 : 24 + dimensions]) if dimensions >= 0 else None,
-        mask_stride=numbers[22] if dimensions >= 0 else 1,
-        mask_trains=dimensions >= 0 and bool(numbers[23]),
-        trains=bool(trains), causal=bool(causal), grouped=bool(grouped), dropout=dropout,
-    )  # fmt: skip
-    return KERNELS[chosen(facts, int(torch.__version__.split(".")[1]), preferred)]
+
+    def tensor(shape: Any, stride: int, offset: int, trains: int) -> Any:
+        return SimpleNamespace(
+            shape=tuple(shape), dim=lambda: len(shape), stride=lambda _: stride, storage_offset=lambda: offset,
+            dtype=dtypes.get(dtype.decode()), requires_grad=bool(trains),
+        )  # fmt: skip
+
+    operands = [tensor(numbers[i : i + 12 : 3], numbers[12 + i], numbers[15 + i], trains) for i in range(3)]
+    mask = tensor(numbers[24 : 24 + dimensions], numbers[22], 0, numbers[23]) if dimensions >= 0 else None
+    attention: Any = Attention(*operands, mask, dropout, bool(causal), bool(grouped), CAPABILITY)
+    kernels = list(KERNELS)[list(KERNELS).index(os.environ.get(ATTENTION_VARIABLE, "cudnn")) :]
+    return KERNELS[next((kernel for kernel in kernels if kernel == "math" or getattr(attention, f"_suits_{kernel}")()), "math")]
 
 
 def install() -> None:

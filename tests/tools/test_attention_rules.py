@@ -2,79 +2,57 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from attention_choice import Facts, chosen
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat.tools.cuda_kernels import Attention, attention_on_cuda
 from autoremat.workspaces.formulas import estimated_bytes, workspace_bytes
 
-CARDS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
-DTYPES = {"Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64}
+
+def attention(
+    minor: int, trains=True, heads=(4, 4, 4), batch=4, widths=(64, 64), mask=None, offset=0, card=(9, 0), **given
+) -> str:
+    """The kernel for an attention of 128 tokens in bfloat16."""
+    options = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False} | given
+    operands = [
+        torch.empty(2 * batch * count * 128 * width, dtype=torch.bfloat16, device="meta")
+        .as_strided((batch, count, 128, width), (count * 128 * width, 128 * width, width, 1), offset)
+        .requires_grad_(trains)
+        for count, width in zip(heads, (widths[0], *widths), strict=True)
+    ]
+    bias = None if mask is None else torch.empty(mask, dtype=torch.bfloat16, device="meta")
+    return Attention(*operands, bias, **options, capability=card, minor=minor).kernel
 
 
-def drawn(draw: random.Random, minor: int) -> tuple[Attention, Facts]:
-    """An attention, and the facts about it. Most have ordinary sizes, and some part that is not."""
-
-    def rarely(usual, *others):
-        return draw.choice(others) if draw.random() < 0.15 else usual
-
-    def pick(*values):
-        return draw.choice(values)
-
-    card, dtype = rarely((9, 0), *CARDS), rarely("BFloat16", *DTYPES)
-    batch, heads, queries, keys = rarely(2, 1, 65_535, 65_536), rarely(4, 65_536), rarely(32, 1, 0, 33), rarely(32, 1, 0, 40)
-    width = pick(8, 64, 128, rarely(64, 1, 4, 60, 160, 192, 208, 224, 232, 256, 264))
-    value_width = rarely(width, 128, 64, 60)
-    key_heads = rarely(heads, 1, 2, 3)
-    value_heads = rarely(key_heads, 1, heads)
-    trains, grouped = pick(True, False), pick(True, False)
-
-    def operand(heads, length, width):
-        offset, stride = rarely(0, 4, 8, 3), rarely(1, 2)
-        sizes = (rarely(batch, batch, 1), heads, length, width)
-        shape = torch.empty(sizes, device="meta").stride()
-        made = torch.empty_strided((1,), (1,), dtype=DTYPES[dtype], device="meta")
-        return made.as_strided(sizes, [stride * s for s in shape], offset).detach().requires_grad_(trains)
-
-    query, key, value = operand(heads, queries, width), operand(key_heads, keys, width), operand(value_heads, keys, value_width)
-    mask = None
-    if pick(True, False):
-        whole = (query.shape[0], heads, queries, keys)
-        sizes = [rarely(size, size, 1) for size in whole[-pick(2, 2, 4, 4, 3) :]]
-        mask = torch.empty(sizes, dtype=DTYPES[dtype], device="meta")
-        mask = rarely(mask, mask.requires_grad_(pick(True, False)), mask.transpose(-1, -2).contiguous().transpose(-1, -2))
-    dropout, causal = rarely(0.0, 0.1, 0.125, 0.5), mask is None and pick(True, False)
-    facts = Facts(
-        dtype=dtype, capability=card, dimensions=4, batches=tuple(t.shape[0] for t in (query, key, value)),
-        heads=(heads, key_heads, value_heads), lengths=(queries, keys, keys), widths=(width, width, value_width),
-        strides=tuple(t.stride(-1) for t in (query, key, value)),
-        offsets=tuple(t.storage_offset() for t in (query, key, value)),
-        mask=None if mask is None else tuple(mask.shape), mask_stride=1 if mask is None else mask.stride(-1),
-        mask_trains=mask is not None and mask.requires_grad, trains=trains, causal=causal, grouped=grouped, dropout=dropout,
-    )  # fmt: skip
-    return Attention(query, key, value, mask, dropout, causal, grouped, card, minor), facts
+A100, RTX_4090, H100, B200, T4, MI300X = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5), (9, 4)
 
 
-@pytest.mark.parametrize("minor", range(11, 16))
-def test_the_choice_is_that_of_the_table(minor):
-    draw = random.Random(minor)
-    found = set()
-    for _ in range(2000):
-        attention, facts = drawn(draw, minor)
-        assert attention.kernel == chosen(facts, minor), facts
-        found.add(attention.kernel)
-    assert found == {"cudnn", "flash", "efficient", "math"}
-
-
-def attention(minor: int) -> str:
-    """The kernel for an attention of four heads and 128 tokens in bfloat16."""
-    operands = (torch.empty(4, 4, 128, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
-    return Attention(*operands, None, 0.0, False, False, (9, 0), minor).kernel
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"dropout_p": 0.1}, ("cudnn", "flash", "flash", "flash")),
+        ({"batch": 65_536, "heads": (1, 1, 1)}, ("cudnn", "cudnn", "flash", "flash")),
+        ({"widths": (160, 160)}, ("cudnn", "cudnn", "cudnn", "flash")),
+        ({"widths": (192, 128)}, ("cudnn", "cudnn", "cudnn", "cudnn")),
+        ({"widths": (256, 224), "trains": False}, ("cudnn", "cudnn", "cudnn", "cudnn")),
+        ({"heads": (4, 1, 1)}, ("math", "math", "math", "cudnn")),
+        ({"heads": (4, 1, 1), "card": A100}, ("math", "math", "math", "flash")),
+        ({"heads": (4, 2, 2), "enable_gqa": True}, ("cudnn", "cudnn", "cudnn", "cudnn")),
+        ({"heads": (4, 2, 1), "enable_gqa": True}, ("cudnn", "cudnn", "cudnn", "cudnn")),
+        ({"heads": (4, 2, 1), "enable_gqa": True, "card": A100}, ("math", "math", "math", "math")),
+        ({"heads": (4, 2, 2), "enable_gqa": True, "card": A100, "mask": (128, 128)}, ("math", "math", "math", "efficient")),
+        ({"mask": (4, 128, 128)}, ("efficient", "efficient", "efficient", "efficient")),
+        ({"mask": (4, 2, 128, 128)}, ("efficient", "efficient", "efficient", "efficient")),
+        ({"mask": (128, 128), "card": A100, "offset": 3}, ("efficient", "efficient", "math", "math")),
+        ({"widths": (200, 200), "card": RTX_4090}, ("efficient", "efficient", "efficient", "efficient")),
+        ({"widths": (256, 256), "card": RTX_4090}, ("flash", "flash", "flash", "flash")),
+        ({"widths": (264, 264), "card": A100}, ("efficient", "efficient", "efficient", "efficient")),
+    ],
+)
+def test_each_version_of_torch_has_its_rules(given, expected):
+    assert tuple(attention(minor, **given) for minor in range(11, 15)) == expected
 
 
 def test_settings_of_torch_are_obeyed(monkeypatch):
@@ -91,9 +69,6 @@ def test_settings_of_torch_are_obeyed(monkeypatch):
     assert attention(13) == "cudnn"
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert attention(13) == "flash"
-
-
-A100, RTX_4090, H100, B200, T4, MI300X = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5), (9, 4)
 
 
 def kernel(capability, dtype=torch.bfloat16, width=64, queries=32, keys=32, value_width=None, masked=False, **given):
