@@ -143,11 +143,11 @@ NORMS: dict[str, tuple[Callable[[], Stages], float]] = {
 @pytest.mark.parametrize("name", NORMS)
 def test_a_batch_norm_runs_again_with_the_same_bits(name):
     (make, share), found = NORMS[name], []
-    for given in ({"backend": "aot_eager"}, {"backend": "autoremat", "options": LEAST}):
+    for compiled_by in ({"backend": "aot_eager"}, {"backend": "autoremat", "options": LEAST}):
         torch.compiler.reset()
         torch.manual_seed(0)
         model = make()
-        step = torch.compile(model, **given)
+        step = torch.compile(model, **compiled_by)
         for number in range(2):
             torch.manual_seed(number)
             x = torch.randn(4, CHANNELS, 16, 16, dtype=next(model.parameters()).dtype)
