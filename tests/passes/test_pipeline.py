@@ -18,7 +18,6 @@ from trained_steps import LEAST
 
 import autoremat
 from autoremat.passes import run_passes
-from autoremat.passes.building import Builder
 from autoremat.passes.rows.row_partition import Region
 from autoremat.passes.rows.run_by_parts import _Rewriting
 
@@ -169,6 +168,6 @@ def test_rows_between_two_places(sizes, data):
     graph, mode = fx.Graph(), FakeTensorMode()
     given_node = graph.placeholder("given")
     given_node.meta["val"] = mode.from_tensor(whole)
-    rewriting = _Rewriting(graph, Region(rows), [(start, stop)], Builder(graph, mode))
+    rewriting = _Rewriting(graph, Region(rows), [(start, stop)])
     graph.output(rewriting.between(given_node, len(sizes), start, stop, given_node))
     assert torch.equal(fx.GraphModule({}, graph)(whole), whole.reshape(rows, 2)[start:stop])
