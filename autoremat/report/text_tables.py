@@ -172,7 +172,8 @@ class ReportDiff(Shown):
         """Changed values, the largest first. They are matched by their names."""
         first, second = ({value.name: value for value in report.values} for report in (self.before, self.after))
         names = dict.fromkeys((*first, *second))
-        changes = [Change(n, first.get(n), second.get(n)) for n in names if _decided(first.get(n)) != _decided(second.get(n))]
+        changes = [Change(n, first.get(n), second.get(n)) for n in names]
+        changes = [one for one in changes if len({(v and v.decision, v and v.bytes) for v in (one.before, one.after)}) > 1]
         return tuple(sorted(changes, key=lambda change: -change.bytes))
 
     @property
@@ -208,10 +209,6 @@ COMPARED = (
     "budget_bytes", "predicted_peak_bytes", "compiled_peak_bytes", "reference_bytes", "baseline_peak_bytes",
     "minimum_peak_bytes", "saved_bytes", "host_peak_bytes", "recompute_seconds", "stall_seconds", "step_seconds",
 )  # fmt: skip
-
-
-def _decided(value: ForwardValue | None) -> tuple[object, ...]:
-    return () if value is None else (value.decision, value.bytes)
 
 
 def _signed(name: str, change: float) -> str:

@@ -60,11 +60,11 @@ def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -
     early, late = sorted((n for n in add.args if isinstance(n, fx.Node)), key=lambda n: position[n])
     if early is late or not (_same_type(early, add) and _same_type(late, add)):
         return None
-    if _is_only_for(add, late, aten.mm.default) and _same_shape(early, add):
+    if _is_only_for(add, late, aten.mm.default) and size_hints(early) == size_hints(add):  # comparing symbols adds guards
         return _replaced(graph, add, aten.addmm.default, (early, *late.args))
     if not _is_only_for(add, early, aten.mm.default) or not _launches_between(early, late):
         return None
-    if _accumulates_on_zeros(late) and len(late.users) == 1 and not late.kwargs and _same_shape(late, early):
+    if _accumulates_on_zeros(late) and len(late.users) == 1 and not late.kwargs and size_hints(late) == size_hints(early):
         assert isinstance(late.target, torch._ops.OpOverload)
         return _replaced(graph, add, late.target, (early, *late.args[1:]))
     with graph.inserting_before(add):
@@ -109,11 +109,6 @@ def _same_type(node: fx.Node, other: fx.Node) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     return (first.dtype, first.device) == (second.dtype, second.device)
-
-
-def _same_shape(node: fx.Node, other: fx.Node) -> bool:
-    """Compares present sizes, because comparing symbols adds guards."""
-    return size_hints(node) == size_hints(other)
 
 
 # -- reads that would keep tensors for the backward, or keep ops from running again, although the result needs neither -------
