@@ -95,12 +95,6 @@ class Trial:
         return [(peak, limit) for peak, limit in pairs if limit is not None and peak > limit]
 
     @property
-    def underestimated_bytes(self) -> int:
-        """Bytes by which the code of a half beyond its limit exceeds the half's plan, if the budget is shared."""
-        pairs = [(half, peak, self.limits.get(half)) for half, peak in self.code_peaks.items()]
-        return max((self.slacks.get(h, 0) + peak - limit for h, peak, limit in pairs if limit and peak > limit), default=0)
-
-    @property
     def failed(self) -> bool:
         """True if the code exceeds the budget and no plan before it fitted."""
         return bool(self.excesses) and self.purpose is not Purpose.LOOSEN
@@ -216,6 +210,8 @@ def _tighter_headroom_bytes(last: Trial, rules: Rules, late: bool) -> int:
     if rules.budget_is_shared:
         least = last.headroom_bytes + peak - limit
         # A little more headroom did not help: no plan fits that the simulator underestimates as much as the last one.
-        return max(least, last.underestimated_bytes) if last.headroom_bytes > 0 else least
+        pairs = [(half, code, last.limits.get(half)) for half, code in last.code_peaks.items()]
+        missed = [last.slacks.get(half, 0) + code - most for half, code, most in pairs if most and code > most]
+        return max(least, *missed) if last.headroom_bytes > 0 and missed else least
     headroom = max(peak - last.simulated_bytes, last.headroom_bytes + 1)
     return max(last.budget_bytes, headroom) if late else headroom  # the minimum peak is tried before an error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -71,8 +70,9 @@ def compile_graph(problem: Problem, peers: Peers | None = None) -> CompiledGraph
             plan = partial(plan_graph, extra_headroom_bytes=trials.next.headroom_bytes)
             partitioning = Partitioning(problem, plan, peers, needed)
             if problem.request.fuses:
-                with trials.caches():
-                    code = lower(problem, partitioning, trials.identity, partial(trials.decide, partitioning))
+                identity = source_hash(), problem.key, trials.next.headroom_bytes, problem.request.must_fit, *peers.identity
+                with contextlib.nullcontext() if trials.has_caches else compilers.without_caches():
+                    code = lower(problem, partitioning, ("autoremat", *identity), partial(trials.decide, partitioning))
             else:
                 code = compilers.compile_uncompiled(module, problem.inputs, Partitioner(partitioning)), {}, Accept()
             found = trials.result(partitioning, *code)
@@ -101,16 +101,6 @@ class Trials:
         is_shared = request.limits.step_share is not None
         self.rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
         self.next = Again(0 if record is None else record.extra_headroom_bytes)
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The name of the next attempt in torch's caches."""
-        request, headroom = self.problem.request, self.next.headroom_bytes
-        return ("autoremat", source_hash(), self.problem.key, headroom, request.must_fit, *self.peers.identity)
-
-    def caches(self) -> AbstractContextManager[None]:
-        """Returns the context in which code is generated."""
-        return contextlib.nullcontext() if self.has_caches else compilers.without_caches()
 
     def decide(self, partitioning: Partitioning[PlannedGraph], halves: Halves) -> Verdict | None:
         """Returns the verdict on the present attempt by the code of one or both halves; None to go on with it."""

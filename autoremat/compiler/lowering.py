@@ -174,14 +174,6 @@ def code_peaks(halves: Halves) -> dict[bool, int]:
     return {is_backward: half.peak_bytes + pool - (half.pool_bytes or 0) for is_backward, half in halves.items()}
 
 
-class _Rejected(Exception):
-    """Ends a compilation after code generation and before kernels are compiled."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(str(verdict))
-        self.verdict = verdict
-
-
 def lower(
     problem: Problem,
     partitioning: Partitioning[PlannedGraph],
@@ -199,7 +191,7 @@ def lower(
         halves[half.is_backward] = half
         verdict = decide(halves)
         if verdict is not None:
-            raise _Rejected(verdict)
+            raise fake_tensors.Stop(verdict)
 
     assert problem.module is not None
     module = dynamo.copied_with_sources(problem.module)  # Inductor takes ownership, so another attempt needs a fresh one
@@ -218,9 +210,9 @@ def lower(
         ):
             return compilers.compile_with_inductor(module, problem.inputs, patches, eager_backward=True), halves, None
     except Exception as error:
-        rejected = find_cause(error, _Rejected)
+        rejected = find_cause(error, fake_tensors.Stop)
         if rejected is None:
             raise
-        return None, halves, rejected.verdict
+        return None, halves, rejected.args[0]
     finally:
         partitioner.release()

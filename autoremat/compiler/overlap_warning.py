@@ -275,8 +275,8 @@ class Watch:
             self.warn(call.graph, call.step.need, call.step.limit, call.step.causes)
         if self.active and not any(step.open for step in self.steps):
             total = sum(one.report.accumulated_bytes for one in self.graphs)
-            known = ((one, one.report.accumulated_bytes if one.report.resident_bytes else 0) for one in self.graphs)
-            self.active = any(one.bounds_gradients and one.report.peak_bytes + total - own > one.budget for one, own in known)
+            free = {one: one.budget - one.report.peak_bytes for one in self.graphs if one.bounds_gradients}
+            self.active = any(total - bool(g.report.resident_bytes) * g.report.accumulated_bytes > free[g] for g in free)
 
 
 def _of_larger_size(report: Report, numbers: Sequence[int]) -> str:

@@ -48,12 +48,6 @@ class RecordedGraph:
     planned: SmallestGraph | None
     device: torch.device
 
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that a call saves under the plan that ran."""
-        assert self.planned is not None
-        return point_of(self.planned.plan, self.planned.priced.kept_inputs).saved_bytes
-
 
 class Caller(NamedTuple):
     """A graph and the block that calls it."""
@@ -122,20 +116,14 @@ class Recording:
             compiled = compilers.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partitioner})
         else:
             compiled = compilers.compile_uncompiled(gm, inputs, partitioner)
-        graph = RecordedGraph(key, partitioning.planned, device_of_inputs(gm, inputs))
-        return partial(self.run, self.number_of(graph), compiled)
+        keys = [graph.key for graph in self.graphs]
+        if key not in keys:
+            self.graphs.append(RecordedGraph(key, partitioning.planned, device_of_inputs(gm, inputs)))
+        return partial(self.run, (*keys, key).index(key), compiled)  # several compilations of a graph share its number
 
     def leave_out_other_devices(self) -> None:
         """Drops the plans of graphs on other devices, whose memory is no part of the step's budget."""
         self.graphs = [graph if graph.device == self.device else replace(graph, planned=None) for graph in self.graphs]
-
-    def number_of(self, graph: RecordedGraph) -> int:
-        """Returns the number of ``graph``; several compilations of the same graph share the first one's number."""
-        for number, known in enumerate(self.graphs):
-            if known.key == graph.key:
-                return number
-        self.graphs.append(graph)
-        return len(self.graphs) - 1
 
     def note(self, event: Event) -> None:
         """Records an event that happens now, with a mark of the meter."""
@@ -183,7 +171,8 @@ class Recording:
         The moments refer to the entries of ``callers``.
         """
         number_of = {caller: number for number, caller in enumerate(self.callers)}
-        ran = {caller: self.graphs[caller.graph].saved_bytes for caller in number_of}
+        planned = {caller: self.graphs[caller.graph].planned for caller in number_of}
+        ran = {caller: point_of(p.plan, p.priced.kept_inputs).saved_bytes for caller, p in planned.items() if p is not None}
         open_calls: list[int] = []
         dropped: set[int] = set()
         """The calls whose backward makes the saved tensors anew."""
@@ -214,8 +203,8 @@ class Recording:
             if event.backward:
                 if not is_open and event.call not in dropped:
                     continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
-                if (planned := self.graphs[caller.graph].planned) is not None:  # its peak counts it
-                    graph = planned.plan.graph
+                if (smallest := planned.get(caller)) is not None:  # its peak counts it
+                    graph = smallest.plan.graph
                     own = is_open * ran[caller] + output_bytes(graph) + min(event.tangent_bytes, graph.tangent_bytes)
                 open_calls = [call for call in open_calls if call != event.call]
             others, saved = open_now()

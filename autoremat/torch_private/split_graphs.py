@@ -101,9 +101,13 @@ def parts_of(split: Split) -> tuple[Sequence[PartOfGraph], Mapping[str, Any], Se
 
     Must be called while the first part is compiled, because compiled ones replace it. All tensors are fake; nothing runs.
     """
+    from torch._dynamo.utils import to_fake_tensor
+
     owner = split.owner
-    walk = _Walk(owner)
-    known = {node: _as_fake(value, owner.fake_mode) for node, value in owner.env.items()}
+    walk, known = _Walk(owner), dict(owner.env)
+    for node, value in owner.env.items():
+        if isinstance(value, torch.Tensor) and not is_fake(value):
+            known[node] = to_fake_tensor(value, owner.fake_mode)  # as torch shows it to the parts; they change no real one
     with owner.fake_mode, assigned(owner.fake_mode, "allow_non_fake_inputs", True):  # as torch does between two parts
         returned = walk.run(initial_env=dict(known), enable_io_processing=False)
     received = {node.name: value for node, value in known.items() if node.op == "placeholder"}
@@ -137,13 +141,6 @@ def compile_parts(
     owner.module.recompile()
     compiled: Callable[..., Any] = owner.module
     return compiled
-
-
-def _as_fake(value: Any, mode: Any) -> Any:
-    """Returns a tensor as torch shows it to the parts, and any other value as it is. Parts that change it leave it alone."""
-    from torch._dynamo.utils import to_fake_tensor
-
-    return to_fake_tensor(value, mode) if isinstance(value, torch.Tensor) and not is_fake(value) else value
 
 
 class _Walk(fx.Interpreter):
