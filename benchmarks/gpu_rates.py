@@ -53,7 +53,7 @@ REPEATED: dict[str, tuple[Rate, Callable[[torch.Tensor], torch.Tensor]]] = {
     "log": (Rate.EXPONENTIAL, lambda x: torch.log(x.abs() + 1)),
     "division": (Rate.DIVISION, lambda x: 1.0 / (x.abs() + 1)),
     "sigmoid": (Rate.EXPONENTIAL, torch.sigmoid),
-    "tanh": (Rate.TANH, torch.tanh),
+    "tanh": (Rate.EXPONENTIAL, torch.tanh),
     "erf": (Rate.SPECIAL, torch.erf),
     "sin": (Rate.EXPONENTIAL, torch.sin),
     "dropout": (Rate.RANDOM, lambda x: F.dropout(x, 0.1)),

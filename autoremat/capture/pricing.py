@@ -12,7 +12,7 @@ Under both, collectives have the seconds of their process group's interconnect.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,7 @@ def shapes_of(node: fx.Node) -> tuple[Product, ...] | Attention:
     facts = op_traits.facts(node)
     if not (facts.is_product or facts.is_attention or facts.rate in CONVOLUTIONS):
         return ()
-    args, kwargs = arguments(node)
+    args, _ = arguments(node)
     sizes = [[size_hint(size) for size in value.shape] for value in args if isinstance(value, torch.Tensor)]
     if facts.is_product:
         left, right = sizes[:2] if op_traits.packet(node) is torch.ops.aten._scaled_mm else sizes[-2:]  # behind a bias
@@ -121,7 +121,11 @@ def shapes_of(node: fx.Node) -> tuple[Product, ...] | Attention:
         return (Product(rows, right[-1], inner, math.prod(batch)),)
     is_backward = facts.rate in (Rate.ATTENTION_BACKWARD, Rate.CONVOLUTION_BACKWARD)
     if facts.is_attention:
-        return _attention(node, sizes[is_backward : is_backward + 2], args, kwargs, is_backward)
+        query, key = sizes[is_backward : is_backward + 2]
+        name, named = op_traits.packet(node).__name__, op_traits.named_arguments(node)
+        causal = bool(named.get("is_causal") or named.get("custom_mask_type"))
+        kernel = AttentionKernel.CUDNN if "cudnn" in name else AttentionKernel.AMPERE
+        return Attention(query[-1], key[1 if name.startswith(TOKENS_FIRST) else -2], causal, is_backward, kernel)
     if is_backward:
         return _convolution(sizes[1], sizes[2], sizes[0], args, args[-1][:2])
     (made,) = tensors_in(node.meta["val"])
@@ -134,19 +138,6 @@ def product_type(node: fx.Node) -> str:
     dtype = str(next(types, torch.float32)).removeprefix("torch.")
     convolves = op_traits.facts(node).rate in CONVOLUTIONS
     return TF32 if dtype == "float32" and compilers.rounds_to_tf32(convolves) else dtype
-
-
-def _attention(
-    node: fx.Node, sizes: Sequence[list[int]], args: Sequence[Any], kwargs: Mapping[str, Any], backward: bool
-) -> Attention:
-    query, key = sizes
-    name = op_traits.packet(node).__name__
-    schema = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
-    named = dict(zip(schema, args, strict=False)) | dict(kwargs)
-    causal = bool(named.get("is_causal") or named.get("custom_mask_type"))
-    keys = key[1] if name.startswith(TOKENS_FIRST) else key[-2]
-    kernel = AttentionKernel.CUDNN if "cudnn" in name else AttentionKernel.AMPERE
-    return Attention(query[-1], keys, causal, backward, kernel)
 
 
 def _convolution(

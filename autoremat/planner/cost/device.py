@@ -78,18 +78,13 @@ class Rate(enum.Enum):
     DIVISION = "division"
     """Quotients and square roots."""
     EXPONENTIAL = "exponential"
-    """Also logarithms and sigmoids."""
-    TANH = "tanh"
+    """Also logarithms, sigmoids, hyperbolic tangents, and what normalises."""
     SPECIAL = "special"
     """Error functions and powers."""
     RANDOM = "random"
-    NORMALISATION = "normalisation"
 
 
-SPECIALS = {
-    Rate.CHEAP: 0.1, Rate.DIVISION: 0.5, Rate.EXPONENTIAL: 2.2, Rate.TANH: 2.2, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4,
-    Rate.NORMALISATION: 2.2,
-}  # fmt: skip
+SPECIALS = {Rate.CHEAP: 0.1, Rate.DIVISION: 0.5, Rate.EXPONENTIAL: 2.2, Rate.SPECIAL: 3.5, Rate.RANDOM: 13.4}
 """Time of an element's arithmetic, as a multiple of that of one result of the special function units.
 
 Measured on an H100 (`benchmarks/gpu_rates.py`): a multiplication and an addition 0.1, rsqrt (which counts twice) 1.0, exp 1.4,

@@ -132,17 +132,15 @@ def assumed_interconnect(device: str, ranks: int) -> Interconnect:
         within = assumed_interconnect(device, most)  # the slower link of the way passes everything on
         return Interconnect(min(NETWORK * NETWORK_SHARE, within.bytes_per_second), NETWORK_LATENCY)
     generation = (datasheet(device) or UNKNOWN_GPU).capability[0]
+    by_nvlink = name in NVLINK and not contains_word("PCIe", device)
     if name in INFINITY_FABRIC:
-        reached = BY_INFINITY_FABRIC
-        rate = INFINITY_FABRIC[name] * max(ranks - 1, 1) * reached.share
-        return Interconnect(rate, reached.latency_seconds, step_seconds=reached.step_seconds)
-    if name not in NVLINK or contains_word("PCIe", device):
+        rate, reached = INFINITY_FABRIC[name] * max(ranks - 1, 1), BY_INFINITY_FABRIC
+    elif by_nvlink:  # each rank also copies its own part, which takes half as long as sending it
+        rate, reached = NVLINK[name] * max(ranks - 1, 0.5) / (ranks - 0.5), BY_NVLINK.get(generation, BY_NVLINK[8])
+    else:
         rate, reached = PCI_EXPRESS.get(generation, PCI_EXPRESS_5), BY_PCI_EXPRESS
-        return Interconnect(rate * reached.share, reached.latency_seconds, step_seconds=reached.step_seconds)
-    reached = BY_NVLINK.get(generation, BY_NVLINK[8])
-    # Each rank also copies its own part, which takes half as long as sending it.
-    rate = NVLINK[name] * reached.share * (ranks - 1) / (ranks - 0.5) if ranks > 1 else NVLINK[name]
-    return Interconnect(rate, reached.latency_seconds, step_seconds=reached.step_seconds, pipelined=True)
+    share, latency, step = reached.share, reached.latency_seconds, reached.step_seconds
+    return Interconnect(rate * share, latency, step_seconds=step, pipelined=by_nvlink)
 
 
 @dataclass(frozen=True)

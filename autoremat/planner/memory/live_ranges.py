@@ -129,9 +129,13 @@ def _divide(buffers: Buffers, schedule: Schedule) -> None:
     late = (read >= 0) & (buffers.reader >= buffers.num_forward)
     buffers.source[late] = count + read[late]
     loaded = [(stay.value, stay.load, stay.load, stay.need, graph.values[stay.value].bytes) for stay in stays]
-    held = [one for stay, form in zip(stays, forms, strict=True) for one in _ranges_of_form(stay, form) if one[-1]]
+    held = []  # by forms, and by the temporaries of their transfers
+    for stay, form in zip(stays, forms, strict=True):
+        held.append((stay.value, NOT_COMPUTED, stay.store, stay.need, form.device_bytes))
+        held.append((stay.value, NOT_COMPUTED, stay.store, stay.free, form.store.temporary_bytes))
+        held.append((stay.value, NOT_COMPUTED, stay.load, stay.need, form.load.temporary_bytes))
     columns = (buffers.value, buffers.computed_at, buffers.start, buffers.last, buffers.bytes)
-    added = np.array(loaded + held, dtype=np.int64).T
+    added = np.array(loaded + [one for one in held if one[-1]], dtype=np.int64).T
     buffers.value, buffers.computed_at, buffers.start, buffers.last, buffers.bytes = map(np.append, columns, added)
     buffers.last[stored] = [stay.free for stay in stays]
     np.maximum.at(buffers.last, buffers.source[late], buffers.reader[late])
@@ -152,15 +156,6 @@ def _form(graph: Graph, stay: Stay) -> Form:
     if stay.value in (*graph.forward_outputs, *graph.backward_outputs):
         raise PlanInvalid(f"{value.name} has a stay, but it is an output, which the caller holds")
     return found
-
-
-def _ranges_of_form(stay: Stay, form: Form) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns the live ranges of a form and of its transfers' temporaries, as rows of the columns of live ranges."""
-    return (
-        (stay.value, NOT_COMPUTED, stay.store, stay.need, form.device_bytes),
-        (stay.value, NOT_COMPUTED, stay.store, stay.free, form.store.temporary_bytes),
-        (stay.value, NOT_COMPUTED, stay.load, stay.need, form.load.temporary_bytes),
-    )
 
 
 def _check_positions(buffers: Buffers, schedule: Schedule, stored: Numbers, read: Numbers) -> None:
