@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,18 +83,18 @@ def device_rates(device: torch.device, cuda_name: str | None) -> Device:
         return cpu_device(torch.get_num_threads())
     if cuda_name is None:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
-    if device.type not in ("cpu", "cuda") and device.type not in _unknown_kinds:
-        _unknown_kinds.add(device.type)
-        warn_user(
-            f"the device {device.type} is planned as a middling CUDA card: seconds, workspaces and the peak are a guess, for "
-            "autoremat has been tried on CPUs and CUDA cards only. Compare the step's peak with the allocator's own figure",
-            OptionWarning,
-        )
+    if device.type not in ("cpu", "cuda"):
+        _warn_of_kind(device.type)
     return cuda_device(cuda_name)
 
 
-_unknown_kinds: set[str] = set()
-"""Kinds of devices that a warning has named already."""
+@cache
+def _warn_of_kind(kind: str) -> None:
+    warn_user(
+        f"the device {kind} is planned as a middling CUDA card: seconds, workspaces and the peak are a guess, for "
+        "autoremat has been tried on CPUs and CUDA cards only. Compare the step's peak with the allocator's own figure",
+        OptionWarning,
+    )
 
 
 @contextlib.contextmanager

@@ -160,8 +160,8 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_traced(device):
         autoremat.device_budget("24GiB", model, torch.optim.SGD(model.parameters()), device=device)
 
 
-def test_a_device_of_an_unknown_kind_is_planned_for_with_one_warning(monkeypatch):
-    monkeypatch.setattr(capturing, "_unknown_kinds", set())
+def test_a_device_of_an_unknown_kind_is_planned_for_with_one_warning():
+    capturing._warn_of_kind.cache_clear()
     with pytest.warns(OptionWarning, match="xpu is planned as a middling CUDA card"):
         capturing.device_rates(torch.device("xpu"), None)
     capturing.device_rates(torch.device("xpu"), None)

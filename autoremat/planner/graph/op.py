@@ -36,16 +36,7 @@ class Trait(enum.Flag):
     the one trait that forbids nothing."""
 
 
-NOT_REMATERIALIZABLE = (
-    Trait.RANDOM
-    | Trait.MUTATING
-    | Trait.COLLECTIVE
-    | Trait.EFFECTFUL
-    | Trait.OPAQUE
-    | Trait.READS_MUTATED_INPUT
-    | Trait.DISCONTINUOUS
-    | Trait.DATA_DEPENDENT
-)
+NOT_REMATERIALIZABLE = ~Trait.GATHER
 
 SEQUENTIAL = Trait.RANDOM | Trait.MUTATING | Trait.EFFECTFUL
 """Traits of ops whose number and sequence are part of what a graph does."""
