@@ -151,10 +151,7 @@ class _Points:
         return self.behind.cut(price, free=self._there(moment), needs=self.read_later[moment], traffic=traffic)
 
     def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits.
-
-        Once the limit has passed, program points that are left give no bound.
-        """
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if none fits."""
         seconds, rooms = [0.0], list[float]()  # rooms are upper bounds on the saved bytes of one call, without the outputs
         for moment in self.chosen:
             if not self.limit.has_passed():
@@ -173,10 +170,7 @@ class _Points:
         return max(seconds)
 
     def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float) -> float:
-        """Returns a lower bound on the seconds of any cut of at most ``room`` bytes; infinite if there is none.
-
-        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``.
-        """
+        """Returns a lower bound on the seconds of any cut of at most ``room`` bytes; infinite if there is none."""
         if least_bytes > room:
             return math.inf
         rich = cut(0.0)
@@ -223,8 +217,7 @@ class _Points:
 def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
     """Returns, for each op, the bytes that are live while it runs under every plan.
 
-    They consist of materialised values that backward ops computed and still need, values that the caller holds, and workspaces.
-    Of the forward's values, only its outputs count.
+    They are those of materialised values that backward ops computed and still need, of what the caller holds, and workspaces.
     """
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     outputs, gradients = set(graph.forward_outputs).intersection(graph.forward_values), set(graph.backward_outputs)

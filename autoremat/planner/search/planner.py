@@ -48,10 +48,7 @@ class Planner:
         self.check(self.baseline, ignores_recompute=True)
 
     def restart(self) -> None:
-        """Begins a new search with all its work. Starts stay; plans that were found for other budgets go.
-
-        The plan for a budget therefore does not depend on earlier searches.
-        """
+        """Begins a new search with all its work. Starts stay; plans and bounds that earlier searches found go."""
         self.limit.restart()
         self.found.clear()
         self.bounds.known.clear()
@@ -116,8 +113,7 @@ class Planner:
         """Returns the best plan found within ``limits``, and the lower bounds.
 
         It is the cheapest one within bytes, and the one of the least peak within seconds. With both, the second search follows
-        if the cheapest plan is too slow. With a share, only plans of :meth:`front` count, and a lower peak is not searched for:
-        what a share admits need not fall with the peak.
+        if the cheapest plan is too slow. With a share, only plans of :meth:`front` count.
         """
         if limits.seconds is not None and limits.peak_bytes is None:
             return self._find_least_peak(limits.seconds)
@@ -153,8 +149,7 @@ class Planner:
         return self._result(best, smallest, seconds, limits, is_searched)
 
     def _cheapest(self, budget: int, lowers: bool = True) -> Plan | None:
-        """Returns the cheapest plan found within ``budget`` bytes. If the starts lead to none and it ``lowers``, it is that of
-        the least peak."""
+        """Returns the cheapest plan found within ``budget``. If no start leads to one and it ``lowers``, the lowest may."""
         limit, share = self.limit, settings.plans_share
         known = [plan for plan in (*self.plans, *self.found) if plan.peak_bytes <= budget]
         best = min(known, key=_by_cost, default=None)
@@ -180,10 +175,9 @@ class Planner:
         return min((*known, *found), key=_by_cost, default=None)
 
     def _find_least_peak(self, seconds: float) -> PlanningResult:
-        """Returns the plan of the least peak found within ``seconds``, if there is one.
+        """Returns the plan of the least peak found within ``seconds``, if there is one. Its lower bound is that for its peak.
 
-        Starts are solved for levels of the peak, by bisection, and trials go on from the lowest one within the time. They make
-        the predicted seconds least instead of the cost. The lower bound on the cost is that for the plan's own peak.
+        Starts are solved for levels of the peak, by bisection, and trials go on from the lowest one within the time.
         """
         known = [plan for plan in (*self.plans, self._unlimited) if plan is not None and plan.predicted_seconds <= seconds]
         best = min(known, key=_by_peak, default=None)

@@ -35,11 +35,10 @@ STEP = 1.8
 """Work per read that is followed to find what a drop computes again."""
 
 PLACEMENT = 12.0
-"""Work per execution to choose the stays that bring a plan within a budget, and to simulate them. It takes three to four times
-as long where every value has a form, however small."""
+"""Work per execution to choose the stays that bring a plan within a budget, and to simulate them."""
 
 PROGRAM = 60.0
-"""Work per column of a linear program of the joint choice, of which an op has about two. It takes 0.3 to 0.7 of that."""
+"""Work per column of a linear program of the joint choice, of which an op has about two."""
 
 CHECK = 6.0
 """Work per execution to check a plan."""
@@ -80,10 +79,7 @@ class WorkLimit:
 
     @contextmanager
     def beside(self, share: float) -> Iterator[WorkLimit]:
-        """Gives a further search that share of the work of a whole one, and the time that is left.
-
-        What it leaves out counts as left out by this search, also after an error.
-        """
+        """Gives a further search that share of a whole one's work, and the time left. What that leaves out is left out here."""
         further = WorkLimit(self.seconds)
         further.work *= share
         further.elapsed, further.longest = self.elapsed, self.longest
@@ -97,8 +93,7 @@ class WorkLimit:
     def has_passed(self, share: float = 1.0) -> bool:
         """Returns True if no further unit may begin within that share of the work.
 
-        The clock ends a stage in time to leave later stages half of their share, and the search before a unit that may end
-        late. A unit may take as long as the longest one before it.
+        The clock leaves later stages half of their share, and ends the search before a unit like the longest would end late.
         """
         is_done = self.done >= share * self.work
         is_late = self.elapsed > (1 + share) / 2 * self.seconds or self.elapsed + self.longest > self.seconds
