@@ -128,12 +128,8 @@ class Sites:
         runs = self.runs[index]
         following = bisect_left(runs, place + 1)
         until = runs[following] if following < len(runs) else self.end + 1
-        for value in self.outputs[index]:
-            reads = self.reads[value]
-            at = bisect_left(reads, place)
-            if at < len(reads) and reads[at] < until:
-                return True
-        return False
+        reads = (self.reads[value] for value in self.outputs[index])
+        return any(bisect_left(one, place) < bisect_left(one, until) for one in reads)
 
     def settle(self) -> None:
         for site in self.changed:

@@ -54,16 +54,13 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
         if movable[index]:
             readers = {r for v in op.outputs for r in (*graph.readers[v], *((end,) if v in at_end else ()))}
             sites[index] = {r for r in readers if r >= first and r > index + 1}
-    frontier = sites
     for _ in range(depth - 1):
-        added: list[set[int]] = [set() for _ in graph.ops]
-        for index, fresh in enumerate(frontier):
-            for producer in graph.producers(graph.computed_inputs[index]) if fresh else ():
+        before, sites = sites, [set(known) for known in sites]
+        for index, known in enumerate(before):
+            for producer in graph.producers(graph.computed_inputs[index]) if known else ():
                 if movable[producer]:
-                    added[producer] |= {t for t in fresh if t > producer + 1} - sites[producer]
-        sites = [known | fresh for known, fresh in zip(sites, added, strict=True)]
-        frontier = added
-        if not any(frontier):
+                    sites[producer] |= {t for t in known if t > producer + 1}
+        if sites == before:
             break
     return sites
 
