@@ -23,6 +23,17 @@ def mean_square(x: torch.Tensor) -> torch.Tensor:
     return x.square().mean()
 
 
+class MeanSquare(nn.Module):
+    """The mean of squares of what ``layers`` compute."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).float().square().mean()
+
+
 class Chain(nn.Module):
     """Linear layers with an activation behind each, and a loss."""
 
@@ -42,12 +53,13 @@ class Chain(nn.Module):
 class FeedForward(nn.Module):
     """A norm and two products with a residual."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, activation: Function = F.gelu) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(self.activation(self.up(self.norm(x))))
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import stays
 import torch
+from block_models import MeanSquare
 from oracles import Outcome, differences, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,14 +24,13 @@ STORES = {"host": ("device", "host"), "bits": ("device", "bits"), "both": ("devi
 BUDGETS = ("least", "middle", "loose")
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.2)) for _ in range(5))
-        self.layers = nn.Sequential(*layers)
+def perceptron() -> nn.Module:
+    return MeanSquare(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.2)) for _ in range(5)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+
+def convolutions() -> nn.Module:
+    layers = (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1))
+    return MeanSquare(*(copy.deepcopy(layer) for _ in range(3) for layer in layers))
 
 
 class Encoder(nn.Module):
@@ -47,16 +47,6 @@ class Encoder(nn.Module):
         weights = F.dropout((queries @ keys.transpose(1, 2) / 6).softmax(-1), 0.1)
         x = x + F.dropout(self.out(weights @ values), 0.1)
         return (x + self.feed_forward(self.norms[1](x))).square().mean()
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3))
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
 
 
 class Gated(nn.Module):
@@ -90,9 +80,9 @@ class Language(nn.Module):
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "perceptron": lambda: (Perceptron(), torch.randn(512, 32)),
+    "perceptron": lambda: (perceptron(), torch.randn(512, 32)),
     "encoder": lambda: (Encoder(), torch.randn(8, 48, 32)),
-    "convolutions": lambda: (Convolutions(), torch.randn(4, 8, 20, 20)),
+    "convolutions": lambda: (convolutions(), torch.randn(4, 8, 20, 20)),
     "gated": lambda: (Gated(), torch.randn(384, 32)),
     "language": lambda: (Language(), torch.randint(0, 64, (512,))),
 }

@@ -99,17 +99,6 @@ def random_numbers(compile_: Compile) -> list[Tensor]:
     return [first, *others]
 
 
-@step
-def own_generator(compile_: Compile) -> list[Tensor]:
-    """A generator of the user's, outside the compiled part and seeded once."""
-    model, generator = layers(), torch.Generator().manual_seed(3)
-    function = compile_(lambda x, noise: (model(x) * noise).exp().mean())
-    losses = [function(rows(), torch.rand(ROWS, WIDTH, generator=generator)) for _ in range(2)]
-    for loss in losses:
-        loss.backward()
-    return numbers(*losses, model)
-
-
 STEPS |= {
     "batch_norm": simple(
         lambda: nn.Sequential(layers(), nn.BatchNorm1d(WIDTH), layers(), nn.BatchNorm1d(WIDTH, momentum=None), layers()),
@@ -184,21 +173,6 @@ def writing_to_inputs_with_gradients(compile_: Compile) -> list[Tensor]:
     losses = [compiled(x, state) for _ in range(2)]
     (torch.stack(losses).sum() + state.sum()).backward()
     return numbers(*losses, x, root, state, model)
-
-
-@step
-def outputs_that_share(compile_: Compile) -> list[Tensor]:
-    """Views of an input, the same result twice, a view of a result, a detached one."""
-    model = layers()
-
-    def forward(x: Tensor) -> tuple[Tensor, ...]:
-        hidden = model(x).exp()
-        return x.view(-1), hidden, hidden, hidden[:2].t(), hidden.detach(), model(hidden).mean()
-
-    x = rows(gradient=True)
-    flat, hidden, again, part, detached, loss = compile_(forward)(x)
-    (flat.sum() + hidden.sum() + again.square().sum() + part.sin().sum() + loss).backward()
-    return numbers(flat, hidden, again, part, detached, loss, x, model, torch.tensor(again is hidden))
 
 
 @step
@@ -305,19 +279,6 @@ def called_several_times(compile_: Compile) -> list[Tensor]:
     loss = (first * second).mean() + compiled(first).log().mean()
     loss.backward()
     return numbers(loss, model)
-
-
-@step
-def accumulated_gradients(compile_: Compile) -> list[Tensor]:
-    model = layers()
-    optimizer, compiled = torch.optim.AdamW(model.parameters(), 0.1), compile_(lambda x: model(x).exp().mean())
-    for _ in range(2):
-        for _ in range(3):
-            (compiled(rows()) / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    compiled(rows()).backward()
-    return numbers(model)
 
 
 @step

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import MeanSquare
 from oracles import same_bits
 from processes import group_of, run_ranks
 from torch import Tensor, distributed, nn
@@ -39,14 +40,9 @@ class Layer(nn.Module):
         return x + torch.tanh(self.down(hidden * torch.sigmoid(torch.exp(-hidden * hidden))))
 
 
-class Layers(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(Layer() for _ in range(count)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).float().square().mean()
+def Layers(count: int) -> nn.Module:
+    torch.manual_seed(0)
+    return MeanSquare(*(Layer() for _ in range(count)))
 
 
 def batch(seed: int = 0) -> Tensor:

@@ -32,26 +32,6 @@ def elsewhere(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result(LIMIT)
 
 
-class Machine:
-    """Stands for a class of Inductor's."""
-
-    def run(self, number: int) -> int:
-        return number
-
-
-def test_a_hook_acts_in_the_thread_that_set_it():
-    def add_one(method: Callable[..., int], self: Machine, number: int) -> int:
-        return method(self, number) + 1
-
-    with hooks.hooked(Machine, "run", add_one):
-        assert Machine().run(5) == 6
-        with hooks.hooked(Machine, "run", add_one):
-            assert Machine().run(5) == 7
-            assert elsewhere(lambda: Machine().run(5)) == 5
-        assert Machine().run(5) == 6
-    assert Machine().run(5) == 5
-
-
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     made = Recording(Options())

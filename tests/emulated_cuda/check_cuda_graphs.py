@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from block_models import Chain
+from block_models import Chain, MeanSquare
 from torch import Tensor, nn
 from torch.nn import functional as F
 from triton.runtime import JITFunction
@@ -25,7 +25,6 @@ from autoremat.torch_private import inductor_lowering
 from emulated_cuda import graphs, small_models
 from emulated_cuda.steps import (
     ROUNDING,
-    MeanSquare,
     checked,
     has_equal_bits,
     on_card,
@@ -158,7 +157,7 @@ def branches(in_graph: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
 def test_a_step_on_a_stream_of_its_own():
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
-    module, inputs = on_card((MeanSquare(layers), (torch.randn(256, 64),)))
+    module, inputs = on_card((MeanSquare(*layers), (torch.randn(256, 64),)))
     expected = planned_step(module, inputs, cost_model="roofline", memory_budget=1, on_infeasible="best_effort")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

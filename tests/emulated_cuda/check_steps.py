@@ -9,25 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import MeanSquare
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.allocations import FREED, Allocations, peak_block_bytes
 from emulated_cuda import small_models
-from emulated_cuda.steps import MeanSquare, checked, checked_model, has_equal_bits, on_card, planned_step
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(64, 256), nn.GELU(), nn.Dropout(dropout), nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(),
-            nn.Dropout(dropout), nn.Linear(256, 16),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).float().square().mean()
+from emulated_cuda.steps import checked, checked_model, has_equal_bits, on_card, planned_step
 
 
 class Images(nn.Module):
@@ -45,7 +34,8 @@ class Images(nn.Module):
 
 def block(dropout: float) -> Any:
     torch.manual_seed(0)
-    return Block(dropout), (torch.randn(128, 64),)
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.Dropout(dropout), nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU()]
+    return MeanSquare(*layers, nn.Dropout(dropout), nn.Linear(256, 16)), (torch.randn(128, 64),)
 
 
 def images(_: float = 0.0) -> Any:
@@ -88,7 +78,7 @@ def blocks() -> Any:
     """Returns a network whose tensors have 0.5 to 4.5 MiB."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(256, 768 * (1 + n)), nn.GELU(), nn.Linear(768 * (1 + n), 256)) for n in range(3)]
-    return MeanSquare(nn.Sequential(*layers)), (torch.randn(512, 256),)
+    return MeanSquare(*layers), (torch.randn(512, 256),)
 
 
 def sequence(step: Allocations) -> list[int]:

@@ -26,17 +26,6 @@ from emulated_cuda.small_models import HAVE_DROPOUT, build
 SEED = 7
 
 
-class MeanSquare(nn.Module):
-    """The mean of squares of what ``network`` computes."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x).square().mean()
-
-
 @dataclass(frozen=True)
 class StepResult:
     """One training step. ``peak_bytes`` is what the step allocated at most, above what was there before."""

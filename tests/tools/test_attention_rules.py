@@ -48,6 +48,7 @@ A100, RTX_4090, H100, B200, T4, MI300X = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)
         ({"mask": (128, 128), "card": A100, "offset": 3}, ("efficient", "efficient", "math", "math")),
         ({"widths": (200, 200), "card": RTX_4090}, ("efficient", "efficient", "efficient", "efficient")),
         ({"widths": (256, 256), "card": RTX_4090}, ("flash", "flash", "flash", "flash")),
+        ({"card": T4}, ("math", "math", "math", "math")),
         ({"widths": (264, 264), "card": A100}, ("efficient", "efficient", "efficient", "efficient")),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from block_models import MeanSquare
 from folders import ROOT
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import boxed_nop
@@ -18,18 +19,6 @@ EXAMPLES = ["aot_function", "graph_trainer", pytest.param("inductor", marks=pyte
 LEAST = {"memory_budget": 1, "on_infeasible": "best_effort", "compiler": "aot_eager"}
 
 
-class Training(nn.Module):
-    """Layers with dropout, an average that moves, and the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
-
-
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +28,13 @@ class Layer(nn.Module):
         return nn.functional.dropout(torch.tanh(self.norm(self.linear(x))), 0.2)
 
 
-def trained(step: nn.Module, training: Training) -> list[Tensor]:
+def Training() -> nn.Module:
+    """Layers with dropout, an average that moves, and the loss."""
+    torch.manual_seed(0)
+    return MeanSquare(*(Layer() for _ in range(4)))
+
+
+def trained(step: nn.Module, training: nn.Module) -> list[Tensor]:
     """The gradients and the buffers after one step from fixed random numbers."""
     torch.manual_seed(1)
     training.zero_grad()

@@ -15,8 +15,9 @@ import models
 import pytest
 import stays
 import torch
+from block_models import MeanSquare
 from emulated_cuda import named
-from emulated_cuda.steps import MeanSquare, on_card, planned_step, relative_error, run_step
+from emulated_cuda.steps import on_card, planned_step, relative_error, run_step
 from torch import Tensor, nn
 
 import autoremat
@@ -115,8 +116,8 @@ def peaks_of(measured: int, replayed: int, report: autoremat.Report) -> str:
 
 def test_saved_tensors_wait_on_the_host(record_property):
     layers = (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.0)) for _ in range(6))
-    network, rows = nn.Sequential(*layers), 1024 if EMULATED else 8192
-    module, inputs = on_card((MeanSquare(network), (torch.randn(rows, 512),)), torch.float32)
+    rows = 1024 if EMULATED else 8192
+    module, inputs = on_card((MeanSquare(*layers), (torch.randn(rows, 512),)), torch.float32)
     expected = run_step(module, module, inputs).gradients
     step = planned_step(module, inputs, memory_budget=0.5, host_memory="1GiB", cost_model="roofline")
     planned, moved = step.report.moved_bytes, stays.statistics("cuda")

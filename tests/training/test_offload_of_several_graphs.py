@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import stays
 import torch
-from block_models import ROWS, WIDTH, Broken, Layered, gradients
+from block_models import ROWS, WIDTH, Broken, Layered, MeanSquare, gradients
 from offload_cells import BUDGETS, MODELS, STORES, Cells
 from oracles import differences, same_bits, train_step
 from processes import group_of
@@ -153,15 +153,9 @@ SIZE = 512 * 64 * 4
 X = torch.randn(512, 64)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
+def Net() -> nn.Module:
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+    return MeanSquare(*layers)
 
 
 def trained(model: nn.Module, **options: Any) -> Any:

@@ -23,7 +23,7 @@ AT_LEAST_ALREADY = {"nothing_in_the_batch", "batch_norm", "writing_in_place", "e
 SLOW = {
     "complex_numbers", "mapped_over_a_batch", "autocast_float16", "spectral_norm", "weight_norm", "channels_last",
     "module_used_twice", "called_several_times", "instance_norm", "float64", "low_rank_adapters",
-    "whisper", "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers",
+    "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers",
     "random_numbers", "experts_broken", "with_other_parameters", "gradient_inside", "without_gradient_in_between",
     "writing_in_place", "autocast_bfloat16", *FAMILIES,
 }  # fmt: skip

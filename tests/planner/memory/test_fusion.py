@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from block_models import FeedForward
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -69,15 +70,6 @@ class Attention(nn.Module):
         return x + self.outwards(F.dropout(weights, self.dropout) @ value)
 
 
-class Perceptron(nn.Module):
-    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.norm, self.up, self.down, self.activation = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32), activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.activation(self.up(self.norm(x))))
-
-
 def gated(x: Tensor) -> Tensor:
     return F.silu(x) * torch.tanh(x)
 
@@ -85,8 +77,8 @@ def gated(x: Tensor) -> Tensor:
 MODULES: dict[str, Callable[[], list[nn.Module]]] = {
     "attention": lambda: [Attention(0.0), Attention(0.0)],
     "dropout": lambda: [Attention(0.1), Attention(0.1)],
-    "gelu": lambda: [Perceptron(F.gelu), Perceptron(F.gelu)],
-    "gated": lambda: [Perceptron(gated), Perceptron(gated)],
+    "gelu": lambda: [FeedForward(32), FeedForward(32)],
+    "gated": lambda: [FeedForward(32, gated), FeedForward(32, gated)],
 }
 
 

@@ -60,20 +60,6 @@ def planned() -> Plan:
     return replace(plan, budget_bytes=plan.peak_bytes, host_budget_bytes=plan.host_bytes, lower_bound_bytes=8)
 
 
-def with_schedule(change: Callable[[list[int], list[int]], object], simulated: bool = True) -> Callable[[Plan], Plan]:
-    """A tampering with the executions; the figures are those of the new schedule where the simulator takes it."""
-
-    def tamper(plan: Plan) -> Plan:
-        forward, backward = list(plan.schedule.forward), list(plan.schedule.backward)
-        change(forward, backward)
-        schedule = Schedule(tuple(forward), tuple(backward))
-        if not simulated:
-            return replace(plan, schedule=schedule)
-        return replace(plan, schedule=schedule, timeline=Plan.of(plan.graph, schedule).timeline, budget_bytes=None)
-
-    return tamper
-
-
 def with_timeline(change: Callable[[Timeline], dict[str, Any]]) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, timeline=replace(plan.timeline, **change(plan.timeline)))
 
@@ -118,19 +104,7 @@ def with_stay(**fields: Any) -> Tamper:
 Tamper = Callable[[Plan], Plan]
 
 TAMPERINGS: dict[str, tuple[Tamper, str | None]] = {
-    "a forward op twice": (with_schedule(lambda f, b: f.insert(8, 6)), "op6 runs twice in the forward"),
-    "a backward op again, counted from the end": (
-        with_schedule(lambda f, b: b.append(-1), simulated=False), "the backward's own ops do not all run once"
-    ),
     "a sequence that is not that of the halves": (with_another_sequence, "are not those of the graph's halves"),
-    "what is to be saved runs in the backward alone": (
-        with_schedule(lambda f, b: b.insert(0, f.pop())), "op13 is to be saved, but runs .* in the backward"
-    ),
-    "an op that may not run twice": (with_graph(lambda g: changed_op(g, 6, traits=Trait.OPAQUE)), "op6 may not run twice"),
-    "an op that is to be saved": (with_graph(lambda g: changed_op(g, 6, constraint=Constraint.SAVE)), "op6 is to be saved"),
-    "an op that is to be recomputed": (
-        with_graph(lambda g: changed_op(g, 8, constraint=Constraint.RECOMPUTE)), "op8 is to be recomputed"
-    ),
     "an execution without its bytes": (with_timeline(lambda t: {"bytes_at": t.bytes_at[:-1]}), "another schedule"),
     "one byte less at the peak": (with_timeline(lowered), "the peak is"),
     "another schedule": (with_timeline(lambda t: {"schedule": Schedule(t.schedule.forward, ())}), "another schedule"),

@@ -22,8 +22,6 @@ from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.search.work_limit import WorkLimit
 
-# -- moves ---------------------------------------------------------------------------------------------------------------
-
 
 @settings(max_examples=60, deadline=None)
 @given(graphs(max_ops=20), st.sampled_from([1, 3]), st.data())
@@ -63,9 +61,6 @@ def test_schedules_of_moves_are_valid(graph):
         assert Plan.of(graph, view.schedule()).recompute_seconds <= start.recompute_seconds + 1e-9
 
 
-# -- the cheapest within bytes -------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=40, deadline=None)
 @given(graphs(max_ops=24), st.floats(0.0, 1.0), st.sampled_from([1, 3]))
 def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in_flight):
@@ -80,9 +75,6 @@ def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in
     assert found.lower_bound_seconds <= found.plan.cost_seconds * (1 + 1e-9)
     assert all(found.plan.cost_seconds <= start.cost_seconds for start in planner.plans if start.peak_bytes <= budget)
     assert Planner(graph, 60.0).find(Limits(budget)).plan.schedule == found.plan.schedule
-
-
-# -- the least peak ------------------------------------------------------------------------------------------------------
 
 
 def twice_needed() -> Graph:

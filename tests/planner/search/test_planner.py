@@ -35,9 +35,6 @@ def rounding(graph: Graph, price: float) -> float:
     return (len(graph.ops) + len(graph.values)) * total(graph, price) / RESOLUTION
 
 
-# -- minimum cuts ------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=200)
 @given(SMALL_GRAPHS, PRICES, st.booleans())
 def test_cuts_are_optimal(graph, price, traffic):
@@ -89,9 +86,6 @@ def test_the_highest_price_still_counts_bytes(mebibytes):
     graph = build.graph(forward_outputs=(out,))
     assert MinCut(graph).cut(1e6 * traffic).saved & graph.backward_needs == set(small)
     assert large not in MinCut(graph).cut(1e6 * traffic).saved
-
-
-# -- the search --------------------------------------------------------------------------------------------------------
 
 
 def budgets_of(planner: Planner) -> list[int]:

@@ -44,9 +44,6 @@ def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
     return build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), **fields)
 
 
-# -- lower bounds ------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data(), graphs(max_ops=14), st.sampled_from([1, 1, 3]))
 def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
@@ -60,9 +57,6 @@ def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
     assert bound.peak_bytes <= plan.peak_bytes
     if plan.peak_bytes:
         assert bound.seconds <= plan.cost_seconds * (1 + 1e-6) + 1e-9
-
-
-# -- optimum of small graphs -------------------------------------------------------------------------------------------
 
 
 def stays_at_all_places(graph: Graph, schedule: Schedule, value: int) -> list[Stay]:
@@ -112,11 +106,6 @@ def test_plans_are_close_to_the_optimum(rate):
     assert len(gaps) >= 5
     assert max(gaps) <= GAP, gaps
 
-
-# -- the linear program ------------------------------------------------------------------------------------------------
-
-
-# -- the planner -------------------------------------------------------------------------------------------------------
 
 SIZES, SECONDS = [8, 6, 9, 7, 8, 5, 9, 6], [0.9, 0.4, 0.8, 0.3, 0.7, 0.5, 0.6, 0.4]
 
@@ -198,9 +187,6 @@ def test_solvers_that_know_no_stays_refuse_forms_or_leave_them():
     assert not plan_of(graph, 0.9, solver="min_cut").schedule.stays
     single = on_host(Graph.from_dag([1.0] * 8, [1] * 8, [(i, i + 1) for i in range(7)] + [(0, 7), (1, 6)]), 1e3)
     assert not plan_of(single, 0.8, time_limit=1.0).schedule.stays
-
-
-# -- tight budgets -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
