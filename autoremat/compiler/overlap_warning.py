@@ -32,7 +32,7 @@ from autoremat.report.report import Report
 from autoremat.torch_private import autograd
 from autoremat.torch_private.dynamo import number_of_function, resets
 from autoremat.torch_private.fake_tensors import is_fake, local
-from autoremat.torch_private.hooks import around_backward, when_dropped
+from autoremat.torch_private.hooks import around_backward
 from autoremat.torch_private.process_groups import infers_metadata
 from autoremat.torch_private.tensors import device_of, storage_bytes, storage_key
 
@@ -76,8 +76,8 @@ class Step:
         self.functions = set[int | None]()
         self.leaves = WeakTensorKeyDictionary()
         """The versions of the leaves that its calls found without a gradient."""
-        self.returned: dict[int, tuple[int, object]] = {}
-        """Live bytes that backwards returned, by storage, each with the backward, or with the call if that keeps its graph."""
+        self.returned: list[tuple[weakref.ref[Any], dict[int, int], object]] = []
+        """Storages that backwards returned, their bytes, and the backward, or the call if that keeps its graph."""
         self.need = self.limit = 0
         """The most bytes of calls under shares, and of their shares, since no call was open."""
         self.causes: Causes = []
@@ -85,7 +85,7 @@ class Step:
     def takes(self, leaves: Sequence[torch.Tensor], function: int | None) -> bool:
         """Returns True if a call belongs to the step. It ends where a leaf changes in place, as an optimizer does it."""
         if any(self.leaves[leaf] != leaf._version for leaf in list(self.leaves)):
-            self.leaves, self.returned = WeakTensorKeyDictionary(), {}
+            self.leaves, self.returned = WeakTensorKeyDictionary(), []
         is_again = function in self.functions and not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
         return bool(self.open) or is_again or any(leaf in self.leaves for leaf in leaves)
 
@@ -95,15 +95,18 @@ class Step:
 
     def hold(self, gradients: Iterable[torch.Tensor | None], holder: object) -> None:
         """Notes what a backward returns to ``holder``."""
+        self.returned = [one for one in self.returned if one[0]() is not None]
         for tensor in (local(one) for one in gradients if one is not None):
             with contextlib.suppress(NotImplementedError):  # it has no storage
-                when_dropped(tensor.untyped_storage(), self.returned.pop, storage_key(tensor), None)
-                self.returned |= {key: (size, holder) for key, size in self._bytes_of([tensor]).items()}
+                self.returned.append((weakref.ref(tensor.untyped_storage()), self._bytes_of([tensor]), holder))
 
     def gradients(self, *holders: object) -> dict[int, int]:
         """Returns the bytes of the gradients of leaves, and of those returned to ``holders``, by storage."""
-        of_leaves = self._bytes_of([local(leaf.grad) for leaf in list(self.leaves) if leaf.grad is not None])
-        return of_leaves | {key: size for key, (size, holder) in self.returned.items() if holder in holders}
+        found = self._bytes_of([local(leaf.grad) for leaf in list(self.leaves) if leaf.grad is not None])
+        for storage, size, holder in self.returned:
+            if holder in holders and storage() is not None:
+                found |= size
+        return found
 
     def _bytes_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         rounding = ROUNDING if self.device.type == "cuda" else 1
