@@ -263,16 +263,14 @@ class Gathers:
     """Returns the step with plans that run each gather once."""
 
 
-def agreed_profile(
-    step: Step, request: Request, place: str, settles_as: str = "the step", gathers: Gathers | None = None
-) -> StepProfile:
+def agreed_profile(step: Step, request: Request, place: str, gathers: Gathers | None = None) -> StepProfile:
     """Returns the profile under the limits of the request, for all ranks whose steps have the same graphs in the same order.
 
     The ranks meet at ``place``; each has a profile of its own if its graphs do not communicate. If ranks of ``gathers`` do not
     come, the plans run each gather once.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, the step, which
-    ``settles_as`` names for a warning, gets the minimum peak found instead.
+    Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, the step gets the minimum
+    peak found instead.
     """
     limits = request.limits
     share, device = limits.reference_share, limits.ledger
@@ -283,7 +281,7 @@ def agreed_profile(
         if request.must_fit:
             raise
         reference = step.reference_peak_bytes
-        message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes, share, reference)
+        message = best_effort_message(f"the step ({place})", error.minimum_bytes, error.budget_bytes, share, reference)
         warn_user(message, BudgetWarning)
         profile = share_out(step, error.minimum_bytes, device=device)
     return replace(profile, must_fit=request.must_fit)

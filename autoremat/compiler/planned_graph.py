@@ -284,7 +284,11 @@ def headroom_of(priced: PricedGraph) -> int:
     captured, held = priced.captured, held_too_long_bytes(priced.captured)
     if not priced.problem.request.fuses:
         return held
-    return held + code_headroom_bytes(captured.graph) + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
+    held += code_headroom_bytes(captured.graph)
+    copied = _copied_inputs(captured, priced.kept_inputs)
+    if copied is None:
+        return held
+    return held + sum(copied.values()) + sum(one.bytes for one in captured.graph.values if one.role is Role.TANGENT)
 
 
 # -- what generated code allocates -------------------------------------------------------------------------------------------
@@ -315,14 +319,6 @@ def _copied_inputs(captured: Capture, kept_inputs: Collection[int]) -> dict[str,
         return None
     found = {number: captured.value_nodes[number] for number in kept_inputs}
     return {node.name: captured.graph.values[number].bytes for number, node in found.items() if node is not None}
-
-
-def copies_for_cuda_graphs_bytes(captured: Capture, kept_inputs: Collection[int]) -> int:
-    """Returns the bytes of all inputs and tangents that CUDA graphs copy into their memory; 0 without CUDA graphs."""
-    copied = _copied_inputs(captured, kept_inputs)
-    if copied is None:
-        return 0
-    return sum(copied.values()) + sum(value.bytes for value in captured.graph.values if value.role is Role.TANGENT)
 
 
 def held_too_long_bytes(captured: Capture) -> int:

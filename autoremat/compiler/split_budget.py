@@ -196,7 +196,7 @@ def planned_together(split: Split, request: Request, patches: Mapping[str, Any])
     gathers = Gathers(gathering_ranks, lambda: traced(may_repeat=False)[0]) if repeats else None
     place = f"{split.count} {words.parts}"
     advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, _advice_of(split))))
-    profile = agreed_profile(step, advised, place, f"the step of {place}", gathers)
+    profile = agreed_profile(step, advised, place, gathers)
     log.info("%s share one budget: %s", place, profile.line())
     return profile
 

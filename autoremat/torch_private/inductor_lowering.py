@@ -59,12 +59,6 @@ def results(buffer: Any) -> list[str]:
     return [result.get_name() for result in found if type(result) is ir.MultiOutput]
 
 
-def _strides(buffer: Any) -> tuple[object, ...]:
-    """Returns the strides of the dimensions that are longer than 1; an empty tuple for objects that are not tensors."""
-    layout = _layout(buffer)
-    return () if layout is None else tuple(step for size, step in zip(layout.size, layout.stride, strict=True) if size != 1)
-
-
 def received(lowering: Any, known: ReplayContext, source: str = "") -> tuple[dict[str, int], set[str]]:
     """Returns the bytes of the tensors that a backward receives, by name, and the names of those that it cannot free.
 
@@ -73,11 +67,12 @@ def received(lowering: Any, known: ReplayContext, source: str = "") -> tuple[dic
     """
     if not lowering.is_backward:
         return {}, set()
-    counted = {
-        name: layout_bytes(buffer, known.device_type)
-        for name, buffer in lowering.graph_inputs.items()
-        if not known.is_input(name, _strides(buffer))
-    }
+    counted = {}
+    for name, buffer in lowering.graph_inputs.items():
+        layout = _layout(buffer)  # an input that is no tensor has none
+        pairs = () if layout is None else zip(layout.size, layout.stride, strict=True)
+        if not known.is_input(name, tuple(step for size, step in pairs if size != 1)):
+            counted[name] = layout_bytes(buffer, known.device_type)
     together: dict[str, list[str]] = {}
     for name in counted:
         together.setdefault(known.aliases.get(name, name), []).append(name)
@@ -365,10 +360,6 @@ def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[Low
         yield
 
 
-def _not_compiled(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("code was generated and its kernels were not compiled")
-
-
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """Makes Inductor generate all code and compile no kernel, while active.
@@ -377,11 +368,14 @@ def without_kernels() -> Iterator[None]:
     """
     from torch._inductor.graph import GraphLowering
 
+    def not_compiled(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("code was generated and its kernels were not compiled")
+
     def only_generated(_: Method, lowering: Any) -> Any:
         lowering.codegen()
         # With CUDA graphs, Inductor wraps each partition of the loaded code.
         runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
-        return types.SimpleNamespace(call=_not_compiled, runner=runner, __file__="")
+        return types.SimpleNamespace(call=not_compiled, runner=runner, __file__="")
 
     with (
         functorch_config.patch({"enable_autograd_cache": False}),
