@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoremat.capture import communication
 from autoremat.capture.pricing import FUSED_SHARE
-from autoremat.ops import collectives, declarations, op_traits
+from autoremat.ops import declarations, op_traits
 from autoremat.planner.graph.op import Kind, Trait
 from autoremat.torch_private import higher_order, symbolic_sizes
 from autoremat.torch_private.tensors import storage_bytes, storage_key, tensor_bytes, tensors_in
@@ -91,7 +92,7 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
     """Returns the bytes of the call's workspace; None if it is unknown."""
     traits = op_traits.traits_of(node)
     if op_traits.is_collective(node):
-        return collectives.workspace_bytes(node, runs_on)
+        return communication.workspace_bytes(node, runs_on)
     if traits & NO_KERNEL or higher_order.triton_kernel(node) is not None:
         return 0  # a Triton kernel writes into buffers that it is given
     if Trait.OPAQUE in traits:

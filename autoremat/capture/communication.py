@@ -1,7 +1,8 @@
 """Finds collectives, and the nodes that belong to one: the call, the unpackings of its results, and the waits for them.
 
 A collective returns before its results are complete. The wait for a result returns the same memory, complete. Call and waits
-are one op of the graph, so a plan repeats all of them or none, and no incomplete result crosses into the backward.
+are one op of the graph, so a plan repeats all of them or none, and no incomplete result crosses into the backward. Its seconds
+are those of its process group's interconnect.
 
         shard ── all_gather_into_tensor ── wait_tensor ── view ── mm
                  '----------- one op -------------'
@@ -32,8 +33,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from autoremat.ops import op_traits
-from autoremat.ops.collectives import group_of
-from autoremat.torch_private import joint_graphs
+from autoremat.planner.cost.links import Interconnect, Links, Pattern, sent_bytes, steps_of
+from autoremat.torch_private import joint_graphs, process_groups
+from autoremat.torch_private.tensors import tensor_bytes, tensors_in
 
 
 def awaited_call(wait: fx.Node) -> fx.Node | None:
@@ -107,6 +109,67 @@ def may_communicate(gm: fx.GraphModule) -> bool:
         ):
             return True
     return False
+
+
+GLOO_THREADS = 2
+"""Threads of a gloo group, each of which works on one collective."""
+
+
+def seconds_of(node: fx.Node, links: Links, device: str) -> tuple[Interconnect, float] | None:
+    """Returns the interconnect of a collective and its seconds there; None for any other node.
+
+    The number of ranks is an argument of the call, else that of the group. The larger of operands and results counts: a gather
+    has few bytes before and all of them after, a reduce-scatter the other way round.
+    """
+    if not op_traits.is_collective(node):
+        return None
+    ranks = op_traits.named_arguments(node).get("group_size")
+    ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group_of(node))
+    pattern = Pattern.REDUCE if "all_reduce" in op_traits.schema_name(node) else Pattern.GATHER
+    sent = sent_bytes(pattern, max(_sizes(node)), ranks)
+    link = links.of(ranks, device)
+    return link, link.seconds(sent, steps_of(pattern, ranks))
+
+
+def workspace_bytes(node: fx.Node, runs_on: str) -> int:
+    """Returns the bytes that a collective allocates beside its results until they are complete; 0 on accelerators.
+
+    On CPUs, gloo gathers into one buffer and copies it into the results. It reduces and scatters a copy of the operands.
+    Several operands of one call become one buffer first.
+    """
+    if copies_nothing(group_of(node), runs_on):
+        return 0
+    name, (read, made) = op_traits.schema_name(node), _sizes(node)
+    if "reduce_scatter" in name:
+        return read
+    joined = read if len(node.all_input_nodes) > 1 else 0
+    return joined + (made if "all_gather" in name else 0)
+
+
+def copies_nothing(group: str, runs_on: str) -> bool:
+    """Returns True if the collectives of a process group need no memory beside their results."""
+    return runs_on != "cpu" or process_groups.is_fake(group)
+
+
+def held_bytes(node: fx.Node, runs_on: str) -> int:
+    """Returns the bytes that a collective holds for a moment after its wait; 0 on accelerators.
+
+    A thread of gloo reports that it is done before it lets go of the operands, of the results and of its own buffers.
+    """
+    if not op_traits.is_collective(node) or copies_nothing(group_of(node), runs_on):
+        return 0
+    return sum(_sizes(node)) + workspace_bytes(node, runs_on)
+
+
+def group_of(node: fx.Node) -> str:
+    """Returns the name of the process group of a collective."""
+    return process_groups.name_of(op_traits.named_arguments(node).get("group_name"))
+
+
+def _sizes(node: fx.Node) -> tuple[int, int]:
+    """Returns the bytes of the operands of a collective, and those of its results."""
+    read, made = tensors_in([operand.meta.get("val") for operand in node.all_input_nodes]), tensors_in(node.meta.get("val"))
+    return sum(map(tensor_bytes, read)), sum(map(tensor_bytes, made))
 
 
 aten = torch.ops.aten

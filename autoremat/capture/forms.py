@@ -20,8 +20,7 @@ from torch import fx
 
 from autoremat.capture.builder import written_values
 from autoremat.capture.capture import Capture
-from autoremat.capture.communication import Replicated
-from autoremat.ops.collectives import copies_nothing
+from autoremat.capture.communication import Replicated, copies_nothing
 from autoremat.planner.cost.links import HostLink, Links, Pattern, host_form, sent_bytes
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import BITS, SHARDS, Engine, Form, Transfer, Value

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from autoremat.basics.units import format_bytes
+from autoremat.capture.communication import seconds_of
 from autoremat.measure.calibration import rates_of
 from autoremat.ops import op_traits
-from autoremat.ops.collectives import seconds_of
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.planner.cost.datasheets import TF32
 from autoremat.planner.cost.device import (

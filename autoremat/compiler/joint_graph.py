@@ -16,12 +16,11 @@ from autoremat.basics.units import format_bytes
 from autoremat.basics.warn import warn_user
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, device_of_joint, runs_on_type
-from autoremat.capture.communication import fingerprint, replicated_nodes
+from autoremat.capture.communication import fingerprint, group_of, replicated_nodes
 from autoremat.capture.forms import groups_of_shards, with_forms, without_shards
 from autoremat.capture.pricing import ROOFLINE, Prices
 from autoremat.compiler.problem import Problem
 from autoremat.measure.calibration import host_link_of
-from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
 from autoremat.passes.insert_transfers import FORMS
 from autoremat.planner.constraints.constraints import without_saved_copies

@@ -13,9 +13,9 @@ import torch
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.capture.capture import Capture
+from autoremat.capture.communication import GLOO_THREADS, held_bytes
 from autoremat.compiler.joint_graph import PricedGraph, note_on_sizes
 from autoremat.compiler.problem import Problem, Reference
-from autoremat.ops.collectives import GLOO_THREADS, held_bytes
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.cost.datasheets import device_memory
 from autoremat.planner.cost.durations import ROUNDING

@@ -27,8 +27,8 @@ from torch.profiler import profile
 import autoremat
 from autoremat import OptionWarning
 from autoremat.capture import forms
+from autoremat.capture.communication import GLOO_THREADS
 from autoremat.compiler.planned_graph import code_headroom_bytes, replay_context
-from autoremat.ops.collectives import GLOO_THREADS
 from autoremat.planner.graph.op import SHARDS, Engine
 from autoremat.planner.settings import Settings
 from autoremat.torch_private import process_groups
