@@ -136,9 +136,7 @@ class _Application:
                 refused[index] = "to be saved by another order"
             elif op.outputs and held.issuperset(op.outputs):
                 refused[index] = "its result is an output, which the caller holds"
-        if refused:
-            warn(f"{what}: {len(refused)} of {len(ops)} ops cannot be recomputed and are saved where needed: "
-                  + _named({self.forward.ops[i]: reason for i, reason in refused.items()}))  # fmt: skip
+        _warn_of_refused(what, {self.forward.ops[index]: reason for index, reason in refused.items()}, len(ops))
         return ops - refused.keys()
 
     @property
@@ -189,9 +187,17 @@ def _warn_of_the_model(graph: Graph) -> None:
         if not op.rematerializable and (op.demanded or Trait.OPAQUE in op.traits)
         and any(graph.readers[v] for v in op.outputs) and not held.issuperset(op.outputs)
     }  # fmt: skip
+    _warn_of_refused("checkpoint regions of the model", refused, len(ordered))
+
+
+def _warn_of_refused(what: str, refused: Mapping[Op, str], count: int) -> None:
+    """Warns of those among ``count`` ops that cannot be recomputed, with the reasons."""
     if refused:
-        warn(f"checkpoint regions of the model: {len(refused)} of {len(ordered)} ops cannot be recomputed and are saved where "
-              f"needed: {_named(refused)}")  # fmt: skip
+        places = ((op.target, f" in {op.module}" * bool(op.module), f" at {op.source}" * bool(op.source)) for op in refused)
+        texts = [f"{''.join(place)}: {reason}" for place, reason in zip(places, refused.values(), strict=True)]
+        more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        warn(f"{what}: {len(texts)} of {count} ops cannot be recomputed and are saved where needed: "
+             f"{'; '.join(texts[:SHOWN])}{more}")  # fmt: skip
 
 
 def _with_forms(graph: Graph, named: Mapping[int, str]) -> tuple[Graph, frozenset[int]]:
@@ -231,15 +237,6 @@ def _why_not(graph: Graph, number: int, value: Value) -> str:
 def _why_once(op: Op) -> str:
     declare = "; autoremat.declare_pure says that it may" if op.traits & NOT_REMATERIALIZABLE is Trait.OPAQUE else ""
     return f"may not run twice ({(op.traits.name or '').lower()}{declare})"
-
-
-def _named(refused: Mapping[Op, str]) -> str:
-    shown = "; ".join(f"{_called(op)}: {reason}" for op, reason in list(refused.items())[:SHOWN])
-    return shown + (f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else "")
-
-
-def _called(op: Op) -> str:
-    return op.target + (f" in {op.module}" if op.module else "") + (f" at {op.source}" if op.source else "")
 
 
 def without_saved_copies(graph: Graph, returning: Collection[int]) -> Graph:
