@@ -82,8 +82,7 @@ class PeakTracker(ABC):
     """One reading for each mark, and one for the end."""
 
     def __init__(self) -> None:
-        self._bytes: int | None = None
-        self._timeline: Timeline | None = None
+        self._found: tuple[int, Timeline | None] | None = None
 
     @property
     def bytes(self) -> int:
@@ -91,9 +90,7 @@ class PeakTracker(ABC):
 
         Raises ``RuntimeError`` while the block runs.
         """
-        if self._bytes is None:
-            raise RuntimeError("The peak is known only after the block of `with track_peak() as peak:` has ended.")
-        return self._bytes
+        return self._after_block[0]
 
     @property
     def timeline(self) -> Timeline | None:
@@ -101,18 +98,22 @@ class PeakTracker(ABC):
 
         Raises ``RuntimeError`` while the block runs.
         """
-        if self._bytes is None:
-            raise RuntimeError("The timeline is known only after the block of `with track_peak() as peak:` has ended.")
-        return self._timeline
+        return self._after_block[1]
+
+    @property
+    def _after_block(self) -> tuple[int, Timeline | None]:
+        if self._found is None:
+            raise RuntimeError("All figures are known only after the block of `with track_peak() as peak:` has ended.")
+        return self._found
 
     def __enter__(self) -> PeakTracker:
-        self._bytes = self._timeline = None
+        self._found = None
         self._start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self._bytes, self._timeline = self._stop()
+            self._found = self._stop()
         except Exception:
             if error is None:  # the block's own error takes precedence
                 raise

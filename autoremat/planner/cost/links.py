@@ -25,7 +25,7 @@ from autoremat.planner.graph.op import Engine, Form, Transfer
 
 @dataclass(frozen=True)
 class Interconnect:
-    """Attainable rate of one rank in a process group. Raises ``ValueError`` for an impossible one."""
+    """Attainable rate of one rank in a process group."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -35,11 +35,6 @@ class Interconnect:
     """Latency of each step, in which all ranks pass a part of the data on."""
     pipelined: bool = False
     """True if pieces of a message are under way at once. A given rate contains what that costs."""
-
-    def __post_init__(self) -> None:
-        latencies = self.latency_seconds, self.step_seconds
-        if not (0 < self.bytes_per_second < math.inf and all(0 <= latency < math.inf for latency in latencies)):
-            raise ValueError(f"{self} is no interconnect: rate above 0 and latency of at least 0 must be finite")
 
     def seconds(self, sent_bytes: float, steps: int = 0) -> float:
         """Returns the seconds of one collective of ``steps`` steps that sends ``sent_bytes`` from each rank."""
