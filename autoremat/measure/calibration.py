@@ -102,19 +102,15 @@ REPETITIONS = 5
 
 def least_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Returns the least seconds of a few runs. The first one also makes the device ready."""
+    wait = bool if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     found = []
     for _ in range(REPETITIONS + 1):
-        _wait(device)
+        wait()
         start = time.perf_counter()
         run()
-        _wait(device)
+        wait()
         found.append(time.perf_counter() - start)
     return min(found)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def measurable(device: torch.device) -> bool:
@@ -246,8 +242,6 @@ def _measured(device: torch.device) -> Rates:
 SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 32 * 2**20
 """Copied bytes of the two measurements."""
 
-CODEC = Codec()
-
 LEAST_SECONDS = 1e-7
 """Least difference of the two measurements."""
 
@@ -272,7 +266,7 @@ def host_link_of(device: torch.device, measures: bool = True) -> HostLink | None
     key = f"{device_key(device)}-{ranks_of_machine()}"
     if key not in _links:
         try:
-            _links[key] = CODEC.read(HostLink, json.loads(disk_cache.read_text("host_links", key) or ""))
+            _links[key] = Codec().read(HostLink, json.loads(disk_cache.read_text("host_links", key) or ""))
         except disk_cache.UNUSABLE:
             now(f"measuring the link between {device} and the host")
             _links[key] = outside_of_modes(device, partial(measure_link, device))

@@ -36,8 +36,6 @@ from autoremat.planner.cost.datasheets import (
     efficiencies,
 )
 
-CODEC = Codec()
-
 CPU_FLOPS_PER_CORE = 48e9
 """float32 FLOP/s: two 8-wide fused multiply-add units at about 3 GHz, halved for the rate of real kernels."""
 
@@ -158,7 +156,7 @@ class Rates:
     @classmethod
     def from_json(cls, text: str) -> Rates:
         """Returns the rates that :meth:`to_json` wrote. Raises ``ValueError`` or ``TypeError`` on anything else."""
-        found: Rates = CODEC.read(cls, json.loads(text))
+        found: Rates = Codec().read(cls, json.loads(text))
         return found
 
 
