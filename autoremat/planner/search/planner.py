@@ -181,13 +181,9 @@ class Planner:
         """
         known = [plan for plan in (*self.plans, self._unlimited) if plan is not None and plan.predicted_seconds <= seconds]
         best = min(known, key=_by_peak, default=None)
-        if best is not None:
-            best = self._descended(best, seconds)
-            self.check(best)
-        bound = self._least_seconds((best or self._smallest).peak_bytes)
-        return self._result(best, self._smallest, bound, Limits(seconds=seconds))
-
-    def _descended(self, best: Plan, seconds: float) -> Plan:
+        if best is None:
+            bound = self._least_seconds(self._smallest.peak_bytes)
+            return self._result(None, self._smallest, bound, Limits(seconds=seconds))
         seconds_of: SecondsOf = attrgetter("predicted_seconds")
         search = LocalSearch(self.graph, self.limit, settings.plans_share, seconds_of)
         least, most, fails, level = self.bounds.within().peak_bytes, best.peak_bytes, -1, settings.time_levels
@@ -203,7 +199,9 @@ class Planner:
                 level, best = middle, min(best, found, key=_by_peak)
             else:
                 fails = middle
-        return best if best.schedule.stays else search.lower(best, seconds)
+        best = best if best.schedule.stays else search.lower(best, seconds)
+        self.check(best)
+        return self._result(best, self._smallest, self._least_seconds(best.peak_bytes), Limits(seconds=seconds))
 
     def front(self) -> list[Plan]:
         """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
@@ -219,7 +217,14 @@ class Planner:
             search = LocalSearch(graph, limit)
             for level in levels:
                 found += search.solved(found, level, near=settings.few)
-            found += self._of_saved_bytes(limit)
+            # Plans of several amounts of saved bytes are those of a graph with very many open calls, within its budgets.
+            many = LocalSearch(graph.with_calls(MANY), limit)
+            starts = [Plan.of(many.graph, plan.schedule, plan.label) for plan in self.plans]
+            peaks = [plan.peak_bytes for plan in starts]
+            for step in range(1, settings.saved_levels):
+                level = min(peaks) + (max(peaks) - min(peaks)) * step // settings.saved_levels
+                solved = many.solved(starts, level, near=settings.few)
+                found += [Plan.of(graph, plan.schedule, plan.label) for plan in solved]
             bases = search.front([plan for plan in found if not plan.schedule.stays]) if self.has_forms else []
             for level in levels if bases else ():
                 with_stays = StaysSearch(graph, limit, 1.0, replace(self.limits, peak_bytes=level))
@@ -229,18 +234,6 @@ class Planner:
                     break
                 with limit.unit(3 * PLACEMENT * len(base.sequence)):
                     found += relieving(base)
-        return found
-
-    def _of_saved_bytes(self, limit: WorkLimit) -> list[Plan]:
-        """Returns plans of several amounts of saved bytes: those of a graph with very many open calls, within its budgets."""
-        many = self.graph.with_calls(MANY)
-        starts = [Plan.of(many, plan.schedule, plan.label) for plan in self.plans]
-        search, peaks = LocalSearch(many, limit), [plan.peak_bytes for plan in starts]
-        least, most, found = min(peaks), max(peaks), list[Plan]()
-        for step in range(1, settings.saved_levels):
-            level = least + (most - least) * step // settings.saved_levels
-            solved = search.solved(starts, level, near=settings.few)
-            found += [Plan.of(self.graph, plan.schedule, plan.label) for plan in solved]
         return found
 
     # -- results -----------------------------------------------------------------------------------------------------------
