@@ -1,7 +1,5 @@
 """What a compilation captured and planned, for tests that look at it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The packages in the sequence of their layers, and the files of all modules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from folders import ROOT

@@ -1,7 +1,5 @@
 """A model, optimizers of several kinds, and the memory of their steps as it is measured."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Slow, simple definition of live bytes to compare with, stays included: moment by moment, by none of the code under test."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small models with random weights: ``build(name, **sizes)`` gives a module, whose call is a scalar loss, and its inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

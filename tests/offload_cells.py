@@ -1,7 +1,5 @@
 """Steps of small models with dropout, whose saved tensors may wait in other forms: what is planned, and what is measured."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

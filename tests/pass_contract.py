@@ -1,7 +1,5 @@
 """Compares what a pass must preserve (`passes/README.md`) before and after it, for every pass of every test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Runs a function in processes of a gloo group, each forked from one that has imported torch and the package."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

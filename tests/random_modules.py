@@ -1,7 +1,5 @@
 """Modules that run the random programs of `strategies`. All tensors between steps have one shape: (BATCH, TOKENS, WIDTH)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

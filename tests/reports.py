@@ -1,7 +1,5 @@
 """Reports of plans for a chain of values with places in a model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from strategies import chain, changed

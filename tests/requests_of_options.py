@@ -1,7 +1,5 @@
 """Requests of options without a graph, for tests of options."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -1,7 +1,5 @@
 """Models on several ranks: weights that the graph gathers, as SimpleFSDP does it, and a tensor-parallel decoder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Plans with stays that a test chooses: forms for the values of what is compiled, and stays at random."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator

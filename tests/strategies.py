@@ -1,7 +1,5 @@
 """Hypothesis strategies: random graphs for the pure half, random small modules for the torch half, which is imported late."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """One way to compile a step, to train it and to measure it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """More training steps: types, transforms, whole models and families of them. Importing this adds them to ``STEPS``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Training steps in all the ways people write them. A step gets ``compile_``, trains, and returns numbers to compare."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Small sources in the form that Inductor generates, and the peak of their replay."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Records on disk, and JSON data as values: what is saved is loaded, and nothing broken on disk is an error."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """What results look like at a prompt, in ``print`` and in a notebook, what is said to people who wait, and units."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -1,7 +1,5 @@
 """The forms that the values of captured graphs have, the link to the host, and what is said where nothing can be kept there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """An all-gather with its wait is one op: priced by its bytes, and run again where that is cheaper than its memory."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

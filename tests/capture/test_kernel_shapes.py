@@ -1,7 +1,5 @@
 """The shapes and types of library kernels that a traced graph calls, and the memory of results that no op reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

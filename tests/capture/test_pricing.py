@@ -1,7 +1,5 @@
 """Cost models on captured graphs: which op is priced as what, the three models through the backend, and kinds of devices."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

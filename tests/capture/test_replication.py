@@ -1,7 +1,5 @@
 """Which values a graph shows to be equal on all ranks of a group, and which graphs may communicate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

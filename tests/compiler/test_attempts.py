@@ -1,7 +1,5 @@
 """The decisions after each attempt, as tables: peaks of generated code in, further attempts and the end out. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A backward that needs more than its plan counts is told before it runs, with its bytes, in whatever step it comes."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterator

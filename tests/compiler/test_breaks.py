@@ -1,7 +1,5 @@
 """What is said of functions that Dynamo breaks or leaves alone, and of budgets that reach no graph with a backward."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import re

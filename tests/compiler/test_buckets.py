@@ -1,7 +1,5 @@
 """Budgets under data parallelism: buckets of ``DistributedDataParallel`` share one, and ``fully_shard`` frees parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Torch's caches and ours together: no stale plan, and the right report; each compilation runs in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

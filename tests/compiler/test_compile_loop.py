@@ -1,7 +1,5 @@
 """The loop of attempts with a stage of lowering that only says what its code needs, and the key of a compilation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

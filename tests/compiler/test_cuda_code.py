@@ -1,7 +1,5 @@
 """Code for CUDA where there is none: what changes of the code generator, what is made of its result, and how it counts."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Budgets under dynamic shapes: kept for every size that a compiled graph accepts, with few compilations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

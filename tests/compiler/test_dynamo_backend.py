@@ -1,7 +1,5 @@
 """The backend through `torch.compile`: what is obeyed, left alone, refused, logged and reported, and its options."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

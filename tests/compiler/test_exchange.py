@@ -1,7 +1,5 @@
 """What ranks tell each other while they compile, whenever they come and whatever fails: each rank is a thread."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Hints: each is given with figures, once in a process."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

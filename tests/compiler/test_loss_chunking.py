@@ -1,7 +1,5 @@
 """The projection and the loss in parts: the same numbers to float tolerance, a lower peak, and only where it is wanted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Through Inductor: values close to eager, the compiled peak is the measured one, and the budget is kept."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """The budget of time: the planner's search, the option, its report and its errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

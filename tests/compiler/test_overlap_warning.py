@@ -1,7 +1,5 @@
 """What keeps more alive in a step than the plan of one graph counts is noticed in the first step."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from concurrent.futures import ThreadPoolExecutor

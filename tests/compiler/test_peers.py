@@ -1,7 +1,5 @@
 """Several processes that compile one graph: they plan it alike, whatever differs between them, and fail together."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

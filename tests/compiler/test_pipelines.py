@@ -1,7 +1,5 @@
 """Calls in flight, read from torch's schedules, and stages of real pipelines that keep their budgets with all of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses of two models: distillation, preferences and policies with a reference. Both logits are chunked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients of earlier calls and micro-batches: counted, and warned of if and only if a measured step exceeds its budget."""
 
-from __future__ import annotations
-
 import random
 import re
 import warnings

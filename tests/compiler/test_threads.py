@@ -1,7 +1,5 @@
 """Threads, copies and budgets of one process: what others do while a graph is compiled, and must not see of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Row-by-row stretches in tiles: the same numbers to float tolerance, a lower peak, and only where it is wanted."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

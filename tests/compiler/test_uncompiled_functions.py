@@ -1,7 +1,5 @@
 """A function that trains uncompiled, although a budget was asked for, says so once, with Dynamo's reason and what to do."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """The budget of a whole device: its ledger, and the measured peak of all steps."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

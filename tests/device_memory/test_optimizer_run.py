@@ -1,7 +1,5 @@
 """The predicted memory of optimizers, those that a process has, and the measured one."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial

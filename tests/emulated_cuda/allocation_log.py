@@ -1,7 +1,5 @@
 """The card's own allocations in sequence, which is that of a real card."""
 
-from __future__ import annotations
-
 import ctypes
 
 from autoremat.planner.memory.allocations import Allocations

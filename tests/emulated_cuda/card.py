@@ -1,7 +1,5 @@
 """An H100 that is not there, installed before torch is imported: properties, memory counters and Triton's driver for it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Every kernel that Inductor generates for the card, compiled by Triton for sm_90 without its interpreter."""
 
-from __future__ import annotations
-
 import re
 
 import models

@@ -1,7 +1,5 @@
 """CUDA graphs, streams and kernels of the user on the emulated card, with the bytes of the replay."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The emulated card itself, and the budget of a whole card: its memory, its context, and steps under it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

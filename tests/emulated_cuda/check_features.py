@@ -1,7 +1,5 @@
 """What only CUDA has, on the emulated card: autocast, attention kernels, mixed-order reductions, float8, FlexAttention."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans that were made for the card by its name, in a process without it, hold on the card."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

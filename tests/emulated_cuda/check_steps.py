@@ -1,7 +1,5 @@
 """Training steps under budgets on the emulated card: measured peaks and allocations, replayed ones, and gradients."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Streams, events and CUDA graphs of the emulated card. Graphs are recorded by torch's own manager, and are not replayed."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton's interpreter, fit for Inductor's kernels: operands in place, NumPy's functions, whole arrays, large blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds and loads the emulated device, a C++ library. It is loaded before torch is imported, in a process of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Steps that are planned twice: for the card by its name in a process without it, and on the emulated card."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Small models for the emulated card: Triton's interpreter takes its time. Each returns a scalar loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import models

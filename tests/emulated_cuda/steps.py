@@ -1,7 +1,5 @@
 """Steps and models under budgets on the emulated card: gradients, measured peaks, and peaks of the code as replayed."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import warnings

@@ -1,7 +1,5 @@
 """Triton's driver for the emulated card."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

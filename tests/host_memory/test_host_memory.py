@@ -1,7 +1,5 @@
 """The buffers on the host, ops that copy, and steps whose copies differ from plans, on a CPU that stands in for a device."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

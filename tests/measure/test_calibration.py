@@ -1,7 +1,5 @@
 """Calibration, timers and calls by themselves, with clocks of our own. No test asserts on real seconds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

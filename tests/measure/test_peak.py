@@ -1,7 +1,5 @@
 """`track_peak` against allocations whose sizes are known."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

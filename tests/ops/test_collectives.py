@@ -1,7 +1,5 @@
 """Collectives run twice where the model orders it, as under torch. One process is its own world; others are pretended."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator

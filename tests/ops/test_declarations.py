@@ -1,7 +1,5 @@
 """Custom ops and Triton kernels: saved unless they are declared pure; then recomputed, at the cost that was declared."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Facts about ops: an op is random if it advances the generator, sized by data if it runs once; what reductions end a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every option takes a value with a meaning, or refuses it by an `OptionsError` that names it; the forms of saved tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Sums of gradients in a graph for Inductor: the late summand goes onto the early one, and the numbers stay the same."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

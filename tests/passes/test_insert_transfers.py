@@ -1,7 +1,5 @@
 """Stays in code that runs: what is stored and loaded is bit by bit what was saved, at the peak that was planned."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterator

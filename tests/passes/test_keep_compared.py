@@ -1,7 +1,5 @@
 """Passes around what Inductor does: values that are compared are kept, strides preserved, shared results made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

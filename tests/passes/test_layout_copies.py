@@ -1,7 +1,5 @@
 """The channels-last copies of images and weights are ops of the graph: planned, counted, and made again under a budget."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The contract of passes, which the pipeline checks; batch norms that run again move averages once; rows that inputs have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planning interface: what every solver promises for every graph, and known optima."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`DESIGN.md` is short, its links and those of the READMEs lead somewhere, and its figures are those of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The documentation: its Python blocks run, its build has no warning, and it explains every error."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """`make gpu`: the files that it runs, and a part of its rehearsal on the emulated card."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

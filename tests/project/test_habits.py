@@ -1,7 +1,5 @@
 """Habits of the package's code: where it reads the environment, and what it leaves to tests."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

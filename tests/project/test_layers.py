@@ -1,7 +1,5 @@
 """The layers of the package: each imports only from those before it, and only one touches torch's private names."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

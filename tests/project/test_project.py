@@ -1,7 +1,5 @@
 """The project's own files agree: workflows, make targets, addresses, the supported versions of torch and Python."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

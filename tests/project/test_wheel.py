@@ -1,7 +1,5 @@
 """The wheel holds everything: built from what git tracks, installed into a fresh environment, found by name."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

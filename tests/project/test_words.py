@@ -1,7 +1,5 @@
 """Figures and words that people compare with one another agree: sums, percents, names of columns, what differs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Fates and reasons of the forward's values, and snapshots of peaks, on graphs small enough to see through."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Reports: figures, text, JSON, pictures, what binds a peak, and the list that a process keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

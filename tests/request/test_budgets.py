@@ -1,7 +1,5 @@
 """Requests: what is asked of one graph, of each kind of budget and by what surrounds the graph."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Budgets as floats: a share of the peak that the step needs without autoremat, and how that peak is found."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Blocks compiled one by one: budgets held, and what a training loop may do to them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

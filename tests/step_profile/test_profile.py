@@ -1,7 +1,5 @@
 """One budget for a step of several compiled graphs: measured peaks, the same bits, and what a step profile leaves behind."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Advice for a step that does not fit: what is tried, in which sequence, and what the error says in the end."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pickle

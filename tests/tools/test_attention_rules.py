@@ -1,7 +1,5 @@
 """The kernel of attention on CUDA devices where there is none: against a table of torch's rules, and what it allocates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx

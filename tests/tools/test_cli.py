@@ -1,7 +1,5 @@
 """The command line: what it prints, and the exit codes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Autocast, norms and decompositions of CUDA in graphs that are traced without a CUDA device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx

@@ -1,7 +1,5 @@
 """``autoremat.explain``: the backend's plan without a run, for devices here and not, which leaves models as they were."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import types

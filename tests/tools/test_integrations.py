@@ -1,7 +1,5 @@
 """The examples of other libraries run, and the backend does its work in them, as does the trainer's callback; uncompiled."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import os

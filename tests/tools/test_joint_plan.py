@@ -1,7 +1,5 @@
 """Joint graphs that others capture are planned and split: equal gradients, peaks as planned, errors for what has no plan."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

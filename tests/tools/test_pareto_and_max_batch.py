@@ -1,7 +1,5 @@
 """``pareto``, ``max_batch`` and ``best_batch`` on small models, and the search for sizes on made-up ones."""
 
-from __future__ import annotations
-
 import time
 import types
 

@@ -1,7 +1,5 @@
 """Nothing moves past a kernel that is dear: an extern one, or a template, which autotuning makes. Nodes are stood in for."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Code for CUDA devices that are known by name: explain, pareto and max_batch with lower=True, without a CUDA device."""
 
-from __future__ import annotations
-
 import models
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Private names and versions of torch: modules import, names are there in their versions, and what torch has changed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Nothing of the package that runs in a step is traced by Dynamo, also where the user's step calls ``backward()`` itself."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Training steps under budgets on a CUDA device (`make gpu`) or on the emulated card (`make gpu-rehearsal`)."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """The CUDA path on an emulated card: the checks in `emulated_cuda/` run in processes that have the card from the start."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

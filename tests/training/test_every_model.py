@@ -1,7 +1,5 @@
 """Whatever trains under torch.compile trains under a budget: what sweeps found, unforeseen graphs, and higher-order ops."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

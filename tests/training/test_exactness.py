@@ -1,7 +1,5 @@
 """Recomputation changes no bit of random modules under several budgets, against torch's graphs that save everything."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Real model families under Inductor: the measured peak stays within the budget and the numbers stay the same."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

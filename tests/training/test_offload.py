@@ -1,7 +1,5 @@
 """Saved tensors on the host, from the option to the step that runs, on a CPU that stands for an accelerator; their report."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

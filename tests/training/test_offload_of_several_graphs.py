@@ -1,7 +1,5 @@
 """Saved tensors on the host: forms and budgets of small models, tensors that are named, and steps of several graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies on a small transformer, uncompiled: what is recomputed is what the policy says, at the same bits."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What people do today about activation memory, on small models of the kinds that they do it with, uncompiled."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Saved tensors of a tensor-parallel model as shards that are gathered again, in one process and in examples of several."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

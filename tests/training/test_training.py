@@ -1,7 +1,5 @@
 """The steps of ``training_steps`` under a budget that nothing fits have the bits of the same graphs without recomputation."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

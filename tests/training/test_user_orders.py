@@ -1,7 +1,5 @@
 """Orders of users: checkpoint regions, repeated passes, writes, ops with several results, and names of tensors."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

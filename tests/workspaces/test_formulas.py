@@ -1,7 +1,5 @@
 """Workspace formulas are upper bounds on what the CPU's kernels allocate beside their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels without a formula are measured, at their dearest data, and budgets hold for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

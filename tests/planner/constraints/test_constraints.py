@@ -1,7 +1,5 @@
 """Constraints by pattern and policy on graphs without torch: what they point at, that plans obey them, what is refused."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Layers, calls of modules and cores of attention, on graphs written by hand, and policies as options."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

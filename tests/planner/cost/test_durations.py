@@ -1,7 +1,5 @@
 """Seconds of executions as fused, of saving and of running again: against an independent count, and in cases by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import TypeVar
 

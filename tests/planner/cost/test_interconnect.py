@@ -1,7 +1,5 @@
 """Interconnects, and the choice between an all-gather and a computation; the names of devices as vendors spell them."""
 
-from __future__ import annotations
-
 import pytest
 from strategies import GraphBuilder
 

@@ -1,7 +1,5 @@
 """Seconds of library kernels of cards by name, against published times that were not fitted; rates as JSON."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

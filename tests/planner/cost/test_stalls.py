@@ -1,7 +1,5 @@
 """Stalls of stays: cases made by hand, and a count second by second; host links of devices by name."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Annealing and the interval model: their bytes against the simulator, plans against brute force."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

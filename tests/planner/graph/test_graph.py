@@ -1,7 +1,5 @@
 """Graphs: what they refuse and derive, from plain lists and networkx; schedules from saved sets."""
 
-from __future__ import annotations
-
 import math
 
 import networkx

@@ -1,7 +1,5 @@
 """What the simulator knows of Inductor: facts about single ops, and predicted peaks against those of generated code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The replay of code for CUDA graphs, with partitions and a pool of their own, and of wrappers in C++."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping
 

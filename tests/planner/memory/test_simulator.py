@@ -1,7 +1,5 @@
 """The simulator against an independent replay, and the blocks of CUDA's caching allocator against its rules."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

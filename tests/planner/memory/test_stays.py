@@ -1,7 +1,5 @@
 """Stays: their bytes, their rules and their files; several calls in flight, each of which holds what the plan saves."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The replay on small sources in the form that Inductor generates."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from typing import Any

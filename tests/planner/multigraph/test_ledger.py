@@ -1,7 +1,5 @@
 """The ledger of a step and plans of blocks: sums of what is alive, and choices of plans, against brute force."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import astuple, replace
 from itertools import product

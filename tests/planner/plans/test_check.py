@@ -1,7 +1,5 @@
 """`Plan.check` refuses exactly the changes of random plans that break a rule, and the figures of a plan are what they say."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

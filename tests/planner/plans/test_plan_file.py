@@ -1,7 +1,5 @@
 """Stored plans: what is written is read, what is broken or for another graph is refused, and what is applied is obeyed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The local search: plans that fit, cost no more than their starts and keep to the bounds, and the least peak."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

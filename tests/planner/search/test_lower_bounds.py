@@ -1,7 +1,5 @@
 """Bounds on time and on peaks hold for every plan, and are close where the optimum is known; filling uses what is free."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

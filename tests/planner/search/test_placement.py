@@ -1,7 +1,5 @@
 """Placement: stays that make a schedule fit, where they belong, and without waiting where the link is fast enough."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from hypothesis import assume, given, settings

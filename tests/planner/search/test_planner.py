@@ -1,7 +1,5 @@
 """The planner: minimum cuts against brute force, segments, and what the planner promises for every budget."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Search with stays: lower bounds hold for every plan with stays, and its plans are close to the optimum."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The limit of a search: its work, which is the same on any machine, and the clock as the last resort."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
