@@ -35,9 +35,12 @@ _finds_card: ContextVar[bool] = ContextVar("autoremat_finds_card", default=False
 
 
 @contextlib.contextmanager
-def decided_as_on_card() -> Iterator[None]:
-    """Makes decompositions and Inductor's patterns act as on the card, while active."""
-    from torch._inductor.fx_passes import joint_graph
+def traced_as_on_card(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Makes torch trace tensors of the CPU as those of a card: decompositions and patterns act as there, while active.
+
+    Inductor writes ``attention`` where it recognises an attention of single ops.
+    """
+    from torch._inductor.fx_passes import fuse_attention, joint_graph
     from torch._inductor.pattern_matcher import PatternMatcherPass
     from torch.fx.experimental import proxy_tensor
 
@@ -45,16 +48,21 @@ def decided_as_on_card() -> Iterator[None]:
         with _finding_card():
             return decompose(*arguments)
 
+    def convert_on_cpu(from_tensor: Method, *arguments: Any, **keywords: Any) -> Any:
+        with held(_finds_card, False):
+            return from_tensor(*arguments, **keywords)
+
     def found_device(device: Method, tensor: FakeTensor) -> torch.device:
         found: torch.device = device(tensor)
         return CARD if _finds_card.get() and found.type == CPU.type else found
 
     with (
+        substituted(fuse_attention, "_scaled_dot_product_attention", attention),
         hooked(FakeTensor, "device", found_device),
         substituted(FakeTensor, "is_cuda", lambda tensor: tensor.device.type == CARD.type),
         hooked(proxy_tensor, "maybe_handle_decomp", decompose_on_card),
         substituted(joint_graph, "get_gpu_type", lambda: CARD.type),
-        hooked(FakeTensorMode, "from_tensor", _convert_on_cpu),
+        hooked(FakeTensorMode, "from_tensor", convert_on_cpu),
         hooked(PatternMatcherPass, "apply", _replace_on_card),
     ):
         yield
@@ -76,11 +84,6 @@ class _OpsOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with held(_finds_card, False):
             args, kwargs = tree_map(_on_cpu, (args, kwargs or {}))
             return op(*args, **kwargs)
-
-
-def _convert_on_cpu(from_tensor: Method, *arguments: Any, **keywords: Any) -> Any:
-    with held(_finds_card, False):
-        return from_tensor(*arguments, **keywords)
 
 
 def _replace_on_card(apply: Method, patterns: Any, graph: fx.GraphModule | fx.Graph) -> int:
@@ -128,18 +131,6 @@ SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (12, 
 def generates_triton() -> bool:
     """Returns True if Inductor can generate Triton code here, with or without a CUDA device."""
     return importlib.util.find_spec("triton") is not None
-
-
-@contextlib.contextmanager
-def traced_as_on_card(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Makes torch trace tensors of the CPU as those of a card, while active.
-
-    Inductor writes ``attention`` where it recognises an attention of single ops.
-    """
-    from torch._inductor.fx_passes import fuse_attention
-
-    with substituted(fuse_attention, "_scaled_dot_product_attention", attention), decided_as_on_card():
-        yield
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -213,14 +204,21 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.hints import DeviceProperties
 
+    def lower_on_card(init: Method, lowering: Any, gm: fx.GraphModule, example_inputs: Any = None, **keywords: Any) -> None:
+        init(lowering, gm, move_to_card(gm, example_inputs or []), **keywords)
+
+    def run_on_card(run: Method, lowering: Any, *inputs: Any) -> Any:
+        values = (node.meta.get("val") for node in lowering.module.graph.find_nodes(op="placeholder"))
+        return run(lowering, *(a if isinstance(a, torch.Tensor) else b for a, b in zip(values, inputs, strict=True)))
+
     properties = _properties(sheet, name)
     capability: Callable[..., tuple[int, int]] = lambda *_: sheet.capability  # noqa: E731
     before = device_interface.get_interface_for_device("cuda")
     device_interface.register_interface_for_device("cuda", _interface(properties, sheet.capability))
     try:
         with (
-            hooked(GraphLowering, "__init__", _lower_on_card),
-            hooked(GraphLowering, "run", _run_on_card),
+            hooked(GraphLowering, "__init__", lower_on_card),
+            hooked(GraphLowering, "run", run_on_card),
             substituted(torch.cuda, "get_device_properties", lambda *_: properties),
             substituted(torch.cuda, "get_device_capability", capability),
             substituted(torch.cuda, "current_device", lambda: CARD.index),
@@ -232,18 +230,6 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
             yield
     finally:
         device_interface.register_interface_for_device("cuda", before)
-
-
-def _lower_on_card(
-    init: Method, lowering: Any, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **keywords: Any
-) -> None:
-    init(lowering, gm, move_to_card(gm, example_inputs or []), **keywords)
-
-
-def _run_on_card(run: Method, lowering: Any, *inputs: Any) -> Any:
-    placeholders = lowering.module.graph.find_nodes(op="placeholder")
-    held = (node.meta.get("val") for node in placeholders)
-    return run(lowering, *(a if isinstance(a, torch.Tensor) else b for a, b in zip(held, inputs, strict=True)))
 
 
 def _format_of_convolution(method: Method, image: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
