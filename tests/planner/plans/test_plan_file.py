@@ -277,5 +277,5 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(plan):
     column = record["graph"]["values"]["columns"].index("name")
     record["graph"]["values"]["rows"][0][column] = "\x1b[2J"
     found = Plan.loads(json.dumps(record))
-    assert found.label == "quiet\ufffd]0;owned\ufffd\ufffd31m\ufffdplan"
-    assert found.graph.values[0].name == "\ufffd[2J"
+    assert found.label == r"quiet\x1b]0;owned\x07\x9b31m" "\nplan"
+    assert found.graph.values[0].name == r"\x1b[2J"
