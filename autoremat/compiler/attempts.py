@@ -4,8 +4,6 @@ An attempt plans a graph, and Inductor generates code for the plan. The decision
 module needs no torch.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

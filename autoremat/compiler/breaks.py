@@ -3,8 +3,6 @@
 The backend receives only the graphs that Dynamo captures. Dynamo's own counters, callbacks and errors supply the rest.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections import Counter

@@ -5,8 +5,6 @@ attempt plans with more headroom. If the code leaves memory unused and a looser 
 for more memory. If the code of the looser plan does not fit, the first plan is taken. See :mod:`autoremat.compiler.attempts`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The entry point of ``torch.compile(model, backend="autoremat")``: turns a graph and options into a compiled callable."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Mapping, Sequence

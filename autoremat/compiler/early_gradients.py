@@ -5,8 +5,6 @@ part leave before the backward of an earlier one begins. An optimizer in the bac
 ``split_budget.py`` shares one budget among the parts.
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_right
 from collections import defaultdict

@@ -4,8 +4,6 @@ A store needs no process group of its own. Ranks that never compile therefore ca
 message can meet a collective of the training step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

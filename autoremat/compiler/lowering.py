@@ -3,8 +3,6 @@
 If a stage fails, torch's partitioner takes the graph. A decision on the peak of the code may end the compilation early.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -4,8 +4,6 @@ Every rank plans and decides by itself. Planning is a function of the graph and 
 :meth:`Peers.compare` make equal, so all ranks find one plan. :meth:`Peers.settled` compares the plans in the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -4,8 +4,6 @@ The graph competes with rewritten forms of itself: with a chunked loss (``passes
 (``passes/tiles``). Both change the rounding of results. By default, they are planned only if nothing else fits the budget.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -4,8 +4,6 @@ Records have a fingerprint of everything that determines a plan. They supply the
 torch's caches answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ a measurement: the forwards run in sequence, the backwards in reverse. Each part
 step profile.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections import Counter

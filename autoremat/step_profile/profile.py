@@ -1,7 +1,5 @@
 """``autoremat.profile_step``: profiles a step once and shares one budget among its compiled graphs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections import Counter

@@ -4,8 +4,6 @@ While a recording is active, the backend hands its graphs to it. They are traced
 generated: forward and backward run op by op.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ The import raises ``UnsupportedTorchError`` unless the package supports the torc
 later versions in, to see what they break.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

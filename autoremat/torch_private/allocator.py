@@ -3,8 +3,6 @@
 The measurement is independent of a profiler that records the process.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Torch's private names for a step of several graphs: Inductor's path to a joint graph, and autograd's nodes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Torch's private names for Inductor and AOTAutograd alone, their settings, and the settings that kernels depend on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast

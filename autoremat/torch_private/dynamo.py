@@ -1,7 +1,5 @@
 """Torch's private names for Dynamo: what it notes beside a captured graph, graph breaks and skipped frames."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Torch's private names for fake tensors, for tracing a step without compiling or running it, and for an optimizer's step."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

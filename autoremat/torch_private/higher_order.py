@@ -1,7 +1,5 @@
 """Torch's private names for higher-order ops: their names, their bodies, and the ops or kernels that they wrap."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -5,8 +5,6 @@ frame. A callback that Dynamo calls under its own lock would then be compiled, a
 kept from what this package has called back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Torch's private names for Inductor's lowering: buffers and their origins, the peak of code, the sequence of kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping

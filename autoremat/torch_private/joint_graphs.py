@@ -1,7 +1,5 @@
 """Torch's private names for joint graphs: AOTAutograd's marks on nodes, and the steps of torch's partitioner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

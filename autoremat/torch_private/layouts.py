@@ -1,8 +1,6 @@
 """Layouts that Inductor chooses: inputs, results, stored tensors and operands of attention keep those with which they were
 traced."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator
 from functools import partial

@@ -8,8 +8,6 @@ that is made without the card fits the graph on the card only if both have the s
 find the card. The ops that they call find the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Both compilations begin with AOTAutograd's one trace, and with what Inductor's passes make of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Torch's private names for graphs that are compiled in parts: for the buckets of data parallelism, or for early gradients."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar

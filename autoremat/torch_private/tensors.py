@@ -1,7 +1,5 @@
 """The tensors in containers, their bytes, and torch's private names that identify storages and subclasses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
