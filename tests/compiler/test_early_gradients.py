@@ -297,8 +297,23 @@ class Net(nn.Module):
         return self.layers[3](h).square().mean()
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+square = Square.apply
 DEAD: dict[str, Dead] = {
     "product": lambda net, noise, h: net.layers[3](h) * noise,
+    "changes a dead tensor": lambda net, noise, h: F.relu(h.sin().add_(noise), inplace=True).__setitem__(0, noise[0]),
+    "checkpoint": lambda net, noise, h: checkpoint(lambda a, b: F.dropout(a * b).sin(), h, noise, use_reentrant=False),
+    "function": lambda net, noise, h: square(h * noise),
 }  # fmt: skip
 EFFECTS: dict[str, Dead] = {
     "running statistics": lambda net, noise, h: net.norm(h * noise),
