@@ -24,7 +24,7 @@ from layers import LAYERS, SOURCES
 BUDGETS = {
     "basics": 1245,
     "capture": 1449,
-    "compiler": 4196,
+    "compiler": 4218,
     "device_memory": 447,
     "host_memory": 344,
     "measure": 584,
@@ -34,13 +34,13 @@ BUDGETS = {
     "planner": 9387,
     "report": 1540,
     "request": 525,
-    "step_profile": 832,
+    "step_profile": 828,
     "tools": 1748,
-    "torch_private": 3503,
+    "torch_private": 3472,
     "workspaces": 673,
     "top": 404,
-    "core": 30359,
-    "tests": 25701,
+    "core": 30346,
+    "tests": 25716,
     "benchmarks": 7733,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

@@ -257,9 +257,14 @@ def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[s
     least, found = format_bytes(settings.least_form_bytes), {form.name for v in captured.graph.values for form in v.forms}
     store = request.options.store or ()
     options = {HOST: "host_memory"} | {name: f"store={name!r}" for name in (BITS, SHARDS) if name in store}
-    usual = f"no result of the forward that could be kept so has at least {least}"
+    usual = {
+        HOST: f"no result of the forward that could be kept there has at least {least}",
+        BITS: f"no result of the forward that could be packed is a mask of at least {least}",
+        SHARDS: f"no result of the forward of at least {least} is known to be equal on all ranks of a group and divides among "
+        "them: results of an all-reduce are, and what follows from these alone, element by element",
+    }
     unused = [name for name in options if name in request.forms and name not in found]
-    return tuple(f"{options[name]} has no effect on a graph: {why.get(name, usual)}" for name in unused)
+    return tuple(f"{options[name]} has no effect on a graph: {why.get(name, usual[name])}" for name in unused)
 
 
 def refused_setting(captured: Capture) -> str:

@@ -344,9 +344,19 @@ def kernels_corrected(patches: Mapping[str, Any]) -> Iterator[None]:
 def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
     """Calls ``observer`` with the peak of every whole training graph that Inductor generates code for in this thread.
 
-    The call comes before any kernel of the graph is compiled. An exception from ``observer`` ends the compilation.
+    The call comes before any kernel of the graph is compiled. An exception from ``observer`` ends the compilation. Inductor
+    lists the types of its ops' results once meanwhile, and not for each op that it writes (torch 2.15 does so too).
     """
+    from torch._inductor import utils
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
     from torch._inductor.graph import GraphLowering, SubgraphLowering
+
+    listed: dict[str, Any] = {}
+
+    def list_types(method: Method, handler: Any) -> None:
+        if listed != utils.op_dtype_propagation_rules:
+            method(handler)
+            listed.update(utils.op_dtype_propagation_rules)
 
     def generate_and_observe(generate: Method, lowering: Any) -> Any:
         generated = generate(lowering)
@@ -354,7 +364,10 @@ def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[Low
             observer(_lowered_peak(lowering, generated[0].value, known()))
         return generated
 
-    with hooked(GraphLowering, "codegen", generate_and_observe):
+    with (
+        hooked(GraphLowering, "codegen", generate_and_observe),
+        hooked(DtypePropagationOpsHandler, "__init__", list_types),
+    ):
         yield
 
 
