@@ -9,7 +9,6 @@ import importlib
 import inspect
 import json
 import os
-import pkgutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -94,7 +93,9 @@ def _load(target: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: object = pkgutil.resolve_name(target)
+        found: object = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            found = getattr(found, part)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports another that is not

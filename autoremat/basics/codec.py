@@ -86,9 +86,10 @@ class Codec:
     def _scalar(self, kind: type, data: Any) -> Any:
         fits = isinstance(data, int | float if kind is float else kind) and (kind is bool or not isinstance(data, bool))
         if fits and kind in (int, float):
-            fits = (-math.inf if self.signed else 0) <= data and (self.signed or data < math.inf)
+            most = 2**63 if kind is int else math.inf  # what numpy holds
+            fits = (-math.inf if self.signed else 0) <= data and (self.signed or data < most)
         if not fits:
-            limits = "" if self.signed or kind in (str, bool) else ", or not finite, or below 0"
+            limits = "" if self.signed or kind in (str, bool) else ", or too large, or below 0"
             raise ValueError(f"{data!r} is no {SCALARS[kind]}{limits}")
         return printable(data) if kind is str else data
 

@@ -53,7 +53,7 @@ class Watched:
 
     def __init__(self, report: Report, by_share: bool, function: int | None = None) -> None:
         self.report, self.by_share, self.function, self.budget = report, by_share, function, report.budget_bytes or 0
-        self.key: object = self if function is None else (resets(), function)
+        self.key: object = object() if function is None else (resets(), function)
         """What its recompilations share."""
         self.assumed = dict(report.assumed_sizes)
         ledger = report.device_ledger
@@ -82,9 +82,13 @@ class Step:
         """The most bytes of calls under shares, and of their shares, since no call was open."""
         self.causes: Causes = []
 
+    def others(self, call: Call) -> list[Call]:
+        """Returns the other open calls. A backward may close one in another thread meanwhile."""
+        return [one for reference in self.open.valuerefs() if (one := reference()) not in (None, call)]
+
     def takes(self, leaves: Sequence[torch.Tensor], function: int | None) -> bool:
         """Returns True if a call belongs to the step. It ends where a leaf changes in place, as an optimizer does it."""
-        if any(self.leaves[leaf] != leaf._version for leaf in list(self.leaves)):
+        if any(version != leaf._version for leaf, version in self._noted()):
             self.leaves, self.returned = WeakTensorKeyDictionary(), []
         is_again = function in self.functions and not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
         return bool(self.open) or is_again or any(leaf in self.leaves for leaf in leaves)
@@ -102,11 +106,15 @@ class Step:
 
     def gradients(self, *holders: object) -> dict[int, int]:
         """Returns the bytes of the gradients of leaves, and of those returned to ``holders``, by storage."""
-        found = self._bytes_of([local(leaf.grad) for leaf in list(self.leaves) if leaf.grad is not None])
+        found = self._bytes_of([local(leaf.grad) for leaf, _ in self._noted() if leaf.grad is not None])
         for storage, size, holder in self.returned:
             if holder in holders and storage() is not None:
                 found |= size
         return found
+
+    def _noted(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns the leaves with their versions, at once: the thread of another step may ask while its own notes more."""
+        return [(leaf, version) for key, version in self.leaves.data.copy().items() if (leaf := key()) is not None]
 
     def _bytes_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         rounding = ROUNDING if self.device.type == "cuda" else 1
@@ -124,16 +132,21 @@ class Call:
         self.reference_bytes = graph.report.reference_saved_bytes or self.held_bytes
         """Bytes that it would hold without this package."""
         self.has_run = False
+        self.token = object()
+        """Stands for the call among what holds gradients, for these may outlive it."""
 
     def begin_backward(self, node: weakref.ref[Node], received: Sequence[torch.Tensor | None]) -> None:
         """Judges the backward of ``node`` that begins now."""
         report, causes = self.graph.report, Causes()
         keeps, count, creates = autograd.keeps_graph(), autograd.gradients_at_once(received), torch.is_grad_enabled()
+        present = node()
+        if present is None or (keeps and autograd.refuses_to_keep_graph(present)):
+            return  # torch raises its own error
         if count:
             causes.append((f"a backward computes {count} gradients at once", f"{ANEW}, without is_grads_batched"))
         if keeps:
             causes.append(("retain_graph or create_graph keeps what was saved for a backward", INSIDE if creates else ANEW))
-            self.step.note([] if (present := node()) is None else autograd.own_leaves(present))
+            self.step.note(autograd.own_leaves(present))
         if self.has_run:
             causes.append(("another backward of the call has run", ANEW))
         if causes or (self.watch.active and not self.graph.by_share):
@@ -145,7 +158,7 @@ class Call:
         """Closes the call, unless autograd keeps its saved tensors: another backward may follow."""
         self.has_run, keeps = True, autograd.keeps_graph()
         if keeps or self.watch.active:
-            self.step.hold(gradients, id(self) if keeps else autograd.backward_number())
+            self.step.hold(gradients, self.token if keeps else autograd.backward_number())
         if not keeps:
             self.watch.finish(self)
 
@@ -155,13 +168,13 @@ class Call:
         ``causes`` tell what is unusual about itself. The storages ``handed`` to it are its own.
         """
         graph, report, others = self.graph, self.graph.report, self.graph.report.plan.graph.calls.others
-        is_later = graph.by_share and not causes
-        alike = [one for one in self.step.open.values() if one is not self and one.graph.by_share == graph.by_share]
+        is_own, is_later = bool(causes), graph.by_share and not causes
+        alike = [one for one in self.step.others(self) if one.graph.by_share == graph.by_share]
         same = [one for one in alike if one.graph is graph]
         earlier = [*same[others:], *(one for one in alike if one.graph is not graph)]
         held, live = sum(one.held_bytes for one in earlier), 0
         if graph.bounds_gradients or causes:
-            found = self.step.gradients(id(self), autograd.backward_number())
+            found = self.step.gradients(self.token, autograd.backward_number())
             live = sum(size for key, size in found.items() if key not in handed) - report.resident_bytes
         causes = [*causes, *self._causes(earlier, held, live), *graph.breaks]
         if not causes or graph.key in self.watch.told:
@@ -172,7 +185,7 @@ class Call:
             whole = (report.reference_bytes or 0) + sum(one.reference_bytes for one in earlier)
             limit = max(limit, int((report.budget_share or 0.0) * whole * (1 + TOLERANCE)))
         if not is_later:
-            self.watch.warn(graph, need, limit, causes)
+            self.watch.warn(graph, need, limit, causes, ends=not is_own)
             return
         self.step.limit = max(self.step.limit, limit)
         if need > self.step.need:
@@ -205,6 +218,7 @@ class Watch:
         self.graphs: weakref.WeakSet[Watched] = weakref.WeakSet()
         self.told = set[object]()
         """The keys of the graphs that a warning told of."""
+        self._joining = threading.Lock()
         self.end()
 
     def end(self) -> None:
@@ -217,11 +231,12 @@ class Watch:
         self.graphs.add(graph)
         self.active = True
 
-    def warn(self, graph: Watched, need: int, limit: int, causes: Causes) -> None:
-        """Warns if a step needs more than its limit."""
+    def warn(self, graph: Watched, need: int, limit: int, causes: Causes, ends: bool = True) -> None:
+        """Warns if a step needs more than its limit. This ``ends`` the watch, unless one graph alone needs so much."""
         if need > limit:
             self.told.add(graph.key)
-            self.end()
+            if ends:
+                self.end()
             warn_user(
                 f"a step needs up to {format_bytes(need)}, over its memory budget of {format_bytes(limit)}, because "
                 f"{' and '.join(cause for cause, _ in causes)}. {causes[0][1]}",
@@ -260,11 +275,13 @@ class Watch:
 
     def _joined(self, new: Step, leaves: Sequence[torch.Tensor], function: int | None) -> Step:
         """Returns the step to which a call belongs: an earlier one, or the ``new`` one."""
-        self.steps = [one for one in self.steps if one.open or one.gradients()]
-        here = (one for one in self.steps if (one.thread, one.device) == (new.thread, new.device))
-        step = next((one for one in here if one.takes(leaves, function)), new)
-        if step is new:
-            self.steps.append(new)
+        with self._joining:
+            # The step of another thread may be within its first forward, which opens no call yet.
+            self.steps = [one for one in self.steps if one.thread != new.thread or one.open or one.gradients()]
+            here = (one for one in self.steps if (one.thread, one.device) == (new.thread, new.device))
+            step = next((one for one in here if one.takes(leaves, function)), new)
+            if step is new:
+                self.steps.append(new)
         if not step.open:
             step.need = step.limit = 0
         step.functions.add(function)

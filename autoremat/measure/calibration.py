@@ -231,7 +231,11 @@ def _measured(device: torch.device) -> Rates:
             by_type.append((str(dtype).removeprefix("torch."), 2 * side**3 / of_products(side, dtype)))
     left, right, out = (torch.zeros(STREAMED, device=device) for _ in range(3))
     streaming = least_seconds(device, lambda: torch.add(left, right, out=out))
-    return Rates(of_products(TINY, torch.float32, LAUNCHES), 3 * out.nbytes / streaming, tuple(by_type))
+    launch, bandwidth = of_products(TINY, torch.float32, LAUNCHES), 3 * out.nbytes / streaming
+    if device.type == "cuda":  # else what the products took stays reserved
+        del left, right, out
+        torch.cuda.empty_cache()
+    return Rates(launch, bandwidth, tuple(by_type))
 
 
 # -- the link to the host ----------------------------------------------------------------------------------------------

@@ -110,9 +110,12 @@ class CompiledBlocks(Shown):
     def profile_again(self) -> None:
         """Measures the next two training steps and plans anew, such as for larger inputs."""
         self._profile, self._given_way = None, 0
-        parameters = [parameter for block in self.blocks for parameter in block.parameters()]
-        self._first_steps: FirstSteps | None = FirstSteps(self._options, lambda: any(p.grad is not None for p in parameters))
+        self._first_steps: FirstSteps | None = FirstSteps(self._options, self._has_gradients)
         self._recorded = self._compiled(memory_budget=None)
+
+    def _has_gradients(self) -> bool:
+        """Returns True if a block has a gradient. `fully_shard` and others may give it other parameters at any time."""
+        return any(parameter.grad is not None for block in self.blocks for parameter in block.parameters())
 
     def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
         """Plans the same step under another budget, and returns its profile. The blocks compile again at their next calls.
@@ -138,7 +141,7 @@ class CompiledBlocks(Shown):
             return self._profile.tables()
         return [named_figures([("blocks", str(len(self.blocks))), ("plans", "made after two training steps")])]
 
-    def call(self, number: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self, number: int, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of one call of a block."""
         if torch.compiler.is_compiling():  # a function around the block is compiled, and the block with it
             return autograd.call_without_compiling(block, *args, **kwargs)

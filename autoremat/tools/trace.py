@@ -271,7 +271,7 @@ def _contents(roots: Sequence[object]) -> list[tuple[Any, Any]]:
                 continue
             if type(thing) in _CONTAINERS:
                 found[id(thing)] = (thing, copy.copy(thing))
-                inner += frames.parts_of(thing)
+                inner += thing.values() if isinstance(thing, dict) else _items(thing)
             elif hasattr(thing, "__dict__") and not isinstance(
                 thing, (types.FunctionType, types.MethodType, functools.partial)
             ):

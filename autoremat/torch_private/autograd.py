@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch.autograd.graph import Node
 
 from autoremat.torch_private.hooks import untraced
@@ -58,6 +59,16 @@ def gradients_at_once(gradients: Iterable[torch.Tensor | None]) -> int:
                 count *= torch._remove_batch_dim(one, level, 1, 0).shape[0]
             return count
     return 0
+
+
+def refuses_to_keep_graph(node: Node) -> bool:
+    """Returns True if the backward of a compiled graph raises an error when it has to keep its saved tensors.
+
+    Its code may overwrite some of them, which are *donated* to it. Torch compiles code that is made later for what is asked.
+    """
+    graph = getattr(node, "_forward_cls", None)
+    donated = getattr(getattr(graph, "metadata", None), "bw_donated_idxs", None)
+    return bool(functorch_config.donated_buffer and getattr(graph, "compiled_bw", None) is not None and donated != [])
 
 
 @dataclass

@@ -226,3 +226,15 @@ def test_the_watch_of_a_thread_sees_its_own_calls(watch):
         (said,) = pool.submit(twice).result()
     assert "one earlier call holds" in said
     first.backward()
+
+
+def test_a_thread_within_its_first_forward_keeps_its_step(watch):
+    """It has no open call and no gradient yet when another thread's call begins."""
+
+    def join() -> watch_module.Step:
+        return watch._joined(watch_module.Step(torch.device("cpu")), [torch.ones(1, requires_grad=True)], None)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(join).result()
+    mine = join()
+    assert watch.steps == [other, mine]

@@ -143,6 +143,25 @@ def test_several_forwards_before_their_backwards_are_open_calls():
     assert blocks.profile.peak_bytes <= blocks.profile.budget_bytes
 
 
+class Named(Block):
+    """A block whose arguments have names that this package uses too."""
+
+    def forward(self, x: torch.Tensor, *, block: int, number: int) -> torch.Tensor:
+        return super().forward(x) * (block + number)
+
+
+def test_blocks_keep_no_parameters_and_no_names_of_arguments():
+    blocks = [Named(0.0) for _ in range(2)]
+    found = autoremat.compile_blocks(blocks, 1.0, options=EAGER)
+    for block in blocks:  # as `fully_shard` and `to_empty` do it
+        for module in block.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    x = torch.randn(ROWS, WIDTH)
+    blocks[1](blocks[0](x, block=1, number=1), block=1, number=0).sum().backward()
+    assert found._has_gradients()
+
+
 def test_gradients_of_earlier_micro_batches_count():
     peaks = {}
     for accumulate in (False, True):

@@ -24,7 +24,7 @@ from autoremat.planner.graph.schedule import Schedule
 
 FORMAT, VERSION = "autoremat plan", 4
 READABLE = (3, VERSION)
-"""Versions of plan files that are read. Files of version 3 have every field."""
+"""Versions of plan files that are read. Files of version 3 have every field. Early ones state four figures of a transfer."""
 
 FACTS: dict[str, Any] = {
     "label": str, "budget_bytes": int | None, "host_budget_bytes": int | None, "lower_bound_bytes": int,
@@ -122,7 +122,12 @@ def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:
 
 def _graph(record: dict[str, Any]) -> Graph:
     """Returns the graph of a record. Raises ``ValueError`` for a number of an op or value that does not exist."""
-    ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
+    table = record["values"]
+    if "forms" in table["columns"]:
+        column = table["columns"].index("forms")
+        for row in table["rows"]:
+            row[column] = [[*form[:1], *(transfer[:3] for transfer in form[1:3]), *form[3:]] for form in row[column]]
+    ops, values = _items(Op, record["ops"]), _items(Value, table)
     readers = CODEC.readers(Graph, record.keys() - {"ops", "values", *MACHINE, *CALLS})
     given = {name: read(record[name]) for name, read in readers.items()}
     for part, kind, names in (("machine", Machine, MACHINE), ("calls", Calls, CALLS)):

@@ -130,11 +130,11 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "the positions of Stay": lambda r: r["stays"][0].__setitem__(3, 4),
     "two forms of v1 have the same name": lambda r: forms_in(r)[0].__setitem__(0, "bits"),
     "'rail' is not a valid Engine": lambda r: forms_in(r)[0][1].__setitem__(0, "rail"),
-    "-0.5 is no number, or not finite": lambda r: forms_in(r)[0][2].__setitem__(1, -0.5),
+    "-0.5 is no number, or too large, or below 0": lambda r: forms_in(r)[0][2].__setitem__(1, -0.5),
     "-1 is no whole number, or": lambda r: forms_in(r)[1].__setitem__(3, -1),
     "missing .* required positional arguments": lambda r: forms_in(r).append(["void"]),
     "no Form": lambda r: forms_in(r)[0].extend([0, 0]),
-    "OverflowError": lambda r: forms_in(r)[1].__setitem__(3, 10**30),
+    "0 is no whole number, or too large": lambda r: forms_in(r)[1].__setitem__(3, 10**30),
 }
 
 
@@ -144,6 +144,15 @@ def test_a_file_with_wrong_forms_or_stays_is_refused(message, change):
     change(record)
     with pytest.raises(PlanFileError, match=message):
         Plan.loads(json.dumps(record))
+
+
+def test_early_files_state_four_figures_of_a_transfer():
+    plan = small_plan("bits")
+    record = json.loads(plan.dumps())
+    for form in forms_in(record):
+        for transfer in form[1:3]:
+            transfer += [0.5][: len(transfer) - 2]
+    assert Plan.loads(json.dumps(record)) == plan
 
 
 def test_a_plan_with_stays_is_refused_for_a_graph_without_their_forms():

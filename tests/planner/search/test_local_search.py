@@ -1,12 +1,13 @@
 """The local search: plans that fit, cost no more than their starts and keep to the bounds, and the least peak."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_oracle import replay_bytes
-from strategies import GraphBuilder, changed, graphs, training_chain
+from strategies import GraphBuilder, changed, graphs, schedules_of, stays_of, training_chain, with_forms
 
 from autoremat.planner.api import plan
 from autoremat.planner.graph.graph import Graph
@@ -118,3 +119,14 @@ def test_the_least_peak_is_valid_and_the_same_for_every_budget(graph):
 def test_the_least_peak_of_a_chain_is_close_to_the_proven_bound(length):
     planner = Planner(training_chain(length, size=100))
     assert planner.lowest.peak_bytes <= planner.bounds.within().peak_bytes + 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), graphs(max_ops=14))
+def test_a_plan_with_stays_is_searched_from_too(data, graph):
+    graph = with_forms(graph)
+    schedule = data.draw(schedules_of(graph))
+    plan = Plan.of(graph, replace(schedule, stays=data.draw(stays_of(graph, schedule))))
+    found = LocalSearch(graph, WorkLimit()).fill(plan, plan.peak_bytes)
+    found.check()
+    assert found.peak_bytes <= plan.peak_bytes
