@@ -226,7 +226,7 @@ def cached(rank: int, folders: tuple[str, ...]) -> dict[str, Any]:
     planned: list[Any] = []
     true = compile_loop.plan_graph
     compile_loop.plan_graph = lambda *given, **more: planned.append(1) or true(*given, **more)
-    result = step({"memory_budget": 0.8, "cost_model": "roofline"}, width=32, depth=3)
+    result = step({"memory_budget": 0.9, "cost_model": "roofline"}, width=128, depth=3)
     return result | {"planned": len(planned)}
 
 
