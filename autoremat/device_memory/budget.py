@@ -85,8 +85,7 @@ def device_budget(
     rows += [] if memory is None else memory.rows(advice)
     rows += inventory.rows_of_others(others or {})
     notes = (*whole.notes, *(() if memory is None else memory.notes))
-    kept_free = RESERVE if whole.is_cuda else CPU_RESERVE
-    free = kept_free if reserve is None else bytes_given(reserve, "reserve", HEADROOM_FORMS)
+    free = (RESERVE if whole.is_cuda else CPU_RESERVE) if reserve is None else bytes_given(reserve, "reserve", HEADROOM_FORMS)
     return DeviceBudget(whole.total_bytes(total), (), free, whole.name, count, notes).with_rows(*rows)
 
 

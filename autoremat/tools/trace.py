@@ -154,15 +154,7 @@ def trace(
     given = tensors_in((args, dict(kwargs)))
     target = target_of(device, [*own, *given])
     mode = fake_tensors.new_mode()
-    fakes: dict[int, torch.Tensor] = {}
-    home = next(iter([*own, *given]), torch.empty(0, device="cpu")).device
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        moves = tensor.device.type in (home.type, "meta") or home.type == "meta"
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = fake_tensors.fake_like(mode, tensor, target.traced_on if moves else tensor.device)
-        return fakes[id(tensor)]
-
+    fake = _faking(mode, target, next((tensor.device.type for tensor in (*own, *given)), "cpu"))
     fake_args, fake_kwargs = torch.utils._pytree.tree_map(
         lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, (tuple(args), dict(kwargs))
     )
@@ -190,6 +182,19 @@ def trace(
     if graph_breaks() - breaks:  # Dynamo counts a break more than once
         notes.append(f"Dynamo broke graphs: {BETWEEN_GRAPHS}")
     return _results(found, reasons), tuple(notes)
+
+
+def _faking(mode: Any, target: Target, home: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the function from a tensor to its fake. Those on devices of the type ``home`` are on the device to plan for."""
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        moves = tensor.device.type in (home, "meta") or home == "meta"
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = fake_tensors.fake_like(mode, tensor, target.traced_on if moves else tensor.device)
+        return fakes[id(tensor)]
+
+    return fake
 
 
 def _results(found: list[T | None], reasons: int) -> list[T]:

@@ -183,11 +183,15 @@ def replay(
             made = heap.live_bytes - before or _written(statement.value, heap)
             own = workspace_of(name_in_code(_written_buffer(statement)))
             needed = _workspace_by_name(statement.value, made, workspaces or {}) if own is None else own
-            if needed := needed + _reordered(statement.value, heap):
-                in_names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
-                heap.allocate(needed, WORKSPACE, in_pool=any(map(is_recorded, in_names)), round_to=1)
-                heap.release(WORKSPACE)
+            _use_workspace(heap, statement, needed + _reordered(statement.value, heap))
     return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
+
+
+def _use_workspace(heap: Heap, statement: ast.stmt, size: int) -> None:
+    if size:
+        names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+        heap.allocate(size, WORKSPACE, in_pool=any(map(heap.is_recorded, names)), round_to=1)
+        heap.release(WORKSPACE)
 
 
 def _on_host(statements: Sequence[ast.stmt]) -> set[str]:
