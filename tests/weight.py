@@ -40,7 +40,7 @@ BUDGETS = {
     "workspaces": 673,
     "top": 405,
     "core": 30396,
-    "tests": 25769,
+    "tests": 25771,
     "benchmarks": 7733,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

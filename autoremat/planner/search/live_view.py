@@ -66,7 +66,7 @@ class LiveView:
         self.plan, self.graph, self.facts, self.sequence = plan, plan.graph, plan.graph.derived(Facts), plan.sequence
         self.border = 0 if self.graph.single_phase else len(plan.schedule.forward)
         """The first execution before which values can be computed again."""
-        fused = fusion_in(self.graph, plan.schedule.without_stays)
+        fused = fusion_in(self.graph, plan.schedule)
         buffers, absent = fused.buffers, fused.absent
         self.bytes_at: Numbers = (plan.timeline.bytes_at if bytes_at is None else bytes_at).astype(np.int64)
         """Bytes at each execution, with those of the moves so far."""

@@ -127,6 +127,8 @@ def test_a_plan_with_stays_is_searched_from_too(data, graph):
     graph = with_forms(graph)
     schedule = data.draw(schedules_of(graph))
     plan = Plan.of(graph, replace(schedule, stays=data.draw(stays_of(graph, schedule))))
+    bare = Plan.of(graph, schedule)
+    assert LiveView(plan).start == LiveView(bare).start  # in ascending sequence
     found = LocalSearch(graph, WorkLimit()).fill(plan, plan.peak_bytes)
     found.check()
     assert found.peak_bytes <= plan.peak_bytes
