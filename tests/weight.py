@@ -29,7 +29,7 @@ BUDGETS = {
     "host_memory": 344,
     "measure": 588,
     "ops": 741,
-    "options": 319,
+    "options": 360,
     "passes": 2422,
     "planner": 9396,
     "report": 1540,
@@ -39,8 +39,8 @@ BUDGETS = {
     "torch_private": 3483,
     "workspaces": 673,
     "top": 405,
-    "core": 30396,
-    "tests": 25771,
+    "core": 30437,
+    "tests": 25768,
     "benchmarks": 7733,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

@@ -161,34 +161,75 @@ def _option(default: Any, check: Callable[[Any, str], Any], compare: bool = True
 class Options:
     """All options of a compilation, frozen, as normalised values: bytes are ints, even if given as "6GiB".
 
-    The [table of options](options.md#table-of-options) says what each means. ``inductor`` holds pairs for Inductor's config,
-    sorted by key, and ``mode`` is that of ``torch.compile``. Raises OptionsError for a value that is not accepted.
+    The text below a field has its values, a bar, and its effect: the [table of options](options.md#table-of-options) is made
+    of these. ``inductor`` holds pairs for Inductor's config, sorted by key, and ``mode`` is that of ``torch.compile``. Raises
+    OptionsError for a value that is not accepted.
     """
 
     memory_budget: Budget = _option(None, partial(_or_word, ("auto",), _budget))
+    """bytes, text, share, `"auto"`, profile, `None` | Bounds the peak of forward and backward. [Forms](budgets.md#forms)"""
     max_slowdown: float | None = _option(None, _slowdown)
+    """share such as `0.03` or `"3%"`, `"free"`, `None` |
+    Bounds the time that the step may take beyond that without a budget. [Time](budgets.md#a-budget-of-time)"""
     host_memory: int | str | None = _option(None, partial(_or_word, ("auto",), partial(bytes_given, forms=HOST_FORMS, least=1)))
+    """bytes or text such as `"64GiB"`, `"auto"`, `None` |
+    Lets saved tensors wait in the memory of the host. [Offload](offload.md)"""
     store: tuple[str, ...] | None = _option(None, _forms)
+    """list of `"device"`, `"host"`, `"bits"` and `"shards"`, `None` |
+    Allows these forms of saved tensors. [Offload](offload.md#options), [shards](several-processes.md#shards)"""
     auto_headroom: int = _option(512 * 2**20, partial(bytes_given, forms=HEADROOM_FORMS))  # CUDA context, cuBLAS, fragments
+    """bytes or text | Stays free on the device under `memory_budget="auto"`."""
     time_limit: float = _option(10.0, positive_seconds)
+    """seconds above 0, at most 10⁷ |
+    Limits one search, by [counted work](planner.md#equal-plans): equal requests get equal plans."""
     compiler: str = _option("inductor", partial(one_of, ("inductor", "aot_eager")))
+    """`"inductor"`, `"aot_eager"` | Compiles the planned graphs, or runs them uncompiled."""
     on_infeasible: str | None = _option(None, partial(one_of, ("raise", "best_effort")))
+    """`"raise"`, `"best_effort"`, `None` |
+    If no plan fits, raises `BudgetInfeasible`, or runs the plan of the least memory and warns. `None` raises with bytes
+    alone."""
     on_planning_error: str | None = _option(None, partial(one_of, ("fallback", "raise")))
+    """`"raise"`, `"fallback"`, `None` |
+    If a graph cannot be planned, raises `PlanningError`, or leaves it to torch. `None` raises with a budget."""
     cost_model: str = _option("roofline", partial(one_of, COST_MODELS))
+    """`"roofline"`, `"calibrated"` | Selects the source of estimated seconds. [Cost models](#cost-models)"""
     plan: tuple[PlanFile, ...] | None = _option(None, _plans)
+    """path, `Plan`, or a list of these | Applies stored plans, and plans nothing else. [Plans](report.md#store-a-plan)"""
     policy: Policy | None = _option(None, policies.parse)
+    """text, policy object, `None` |
+    Recomputes parts of the model as checkpointing by hand does. [Policies](policies.md#policies)"""
     save: tuple[SavePattern, ...] = _option((), _saves)
+    """list of patterns, or mapping from patterns to forms |
+    Saves the matching tensors. [Constraints](policies.md#constraints), [by name](offload.md#by-name)"""
     recompute: tuple[str, ...] = _option((), partial(_saves, forms=PATTERN_FORMS, stores=()))
+    """list of patterns | Recomputes the matching tensors. [Constraints](policies.md#constraints)"""
     chunk_loss: bool | int | str = _option("auto", _parts)
+    """`"auto"`, `True`, `False`, an int from 2 to 65,536 |
+    Chunks the output projection and the loss over tokens. [Chunked loss](chunked-loss.md)"""
     tiles: bool | int | str = _option(False, _tiles)
+    """`"auto"`, `False`, an int from 2 to 65,536 | Runs MLPs tile by tile. [Tiles](chunked-loss.md#tiles)"""
     early_gradients: bool | int | str = _option("auto", _parts)
+    """`"auto"`, `True`, `False`, an int from 2 to 65,536 |
+    Compiles a graph in so many parts, so that hooks on gradients run between them.
+    [Optimizer in the backward](steps.md#optimizer-in-the-backward)"""
     hooks_free_gradients: bool = _option(False, flag)
+    """`True`, `False` | Says that each such hook sets the gradient to `None`."""
     in_flight: int | None = _option(None, partial(count_given, forms=IN_FLIGHT_FORMS))
+    """an int from 1 to 65,536, `None` |
+    Counts the saved tensors of so many open calls. [Pipelines](several-processes.md#pipelines)"""
     accumulate: bool | None = _option(None, flag)
+    """`True`, `False`, `None` |
+    Counts the gradients of earlier micro-batches. `None` means `True` with `in_flight`, else `False`."""
     interconnect_bandwidth: float | None = _option(None, _bandwidth)
+    """text such as `"50GB/s"`, bytes per second, `None` |
+    Prices collectives by this rate of one rank. `None` means that of data sheets."""
     interconnect_latency: float | None = _option(None, positive_seconds)
+    """seconds above 0, `None` | Adds these seconds to the price of each collective."""
     agreement: str | tuple[int, ...] = _option("auto", partial(_or_word, ("auto", "off"), _ranks), compare=False)
+    """`"auto"`, `"off"`, a list of ranks |
+    Lets ranks that share a graph take one plan. [Agreement](several-processes.md#agreement)"""
     progress: bool = _option(True, flag, compare=False)
+    """`True`, `False` | Shows a status line during compilation."""
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
 
