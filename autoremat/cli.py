@@ -3,8 +3,6 @@
 Exit codes: 0 all went well; 1 no plan within the budget; 2 wrong usage or input; 3 anything else, such as a model that fails.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

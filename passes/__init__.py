@@ -9,8 +9,6 @@ Torch's ``PassManager`` is not used: it replaces the error of a pass by a bare `
 and ``ChunkingUnsupported`` apart.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Creates nodes next to existing ones, with fake results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ operand. Helpers (views, tuple unpacking) between a clone and its reader are clo
          mm ── relu ── mm_1 ── ... ── relu_recompute(mm) ── relu_backward(relu_recompute)
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field

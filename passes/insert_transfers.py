@@ -12,8 +12,6 @@ A store may also end in the backward. Then `tanh_to_host` crosses, and `tanh` be
 The loads are inserted along with the recomputation, because recomputed ops read them too.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

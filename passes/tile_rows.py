@@ -19,8 +19,6 @@ are a minimum cut: one side holds the products that widen rows, the other side h
      └──────────────────────────────────────┘
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable

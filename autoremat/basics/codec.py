@@ -3,8 +3,6 @@
 Nothing is executed or trusted: the reader checks all types and numbers, and raises ``ValueError`` for other data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum

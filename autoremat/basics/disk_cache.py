@@ -8,8 +8,6 @@ read from a file is executed, and a file that does not parse counts as absent. R
 ``AUTOREMAT_CACHE_SIZE`` together (such as ``"2GiB"``; default 1 GiB). Above that, the least recently used files are deleted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Displays results: one line at a prompt, tables in ``print`` and ``rich.print``, HTML in notebooks."""
 
-from __future__ import annotations
-
 import html
 import io
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Shows the stage of slow work on standard error: a line that changes at a terminal, else a line every few seconds at most."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -3,8 +3,6 @@
 Warnings come from deep below a user's call, often through Dynamo, so a fixed number of frames would name anybody's line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Collects the ops and values of a joint FX graph: which storage each node holds, and what each call reads and makes."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ They come from torch's description of the op (:mod:`autoremat.ops.op_traits`), f
 (:mod:`autoremat.ops.declarations`), and, for a higher-order op, from its bodies.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ traced. Later ops belong to it too, except those that the forward's outputs or e
 pure also begins the backward, if it follows the forward's last op.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -20,8 +20,6 @@ A claim that is wrong would give a wrong gradient, so what the graph does not pr
 one rank does not show those of the others. Numbers in the graph may be those of a rank, so ranks compare :func:`fingerprint`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping

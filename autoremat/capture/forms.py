@@ -10,8 +10,6 @@ A value has forms if the forward computes it and nothing writes to it. The calle
 node must hold the whole storage as a dense tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 

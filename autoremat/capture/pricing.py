@@ -9,8 +9,6 @@ charged for its bytes and its arithmetic. The cost models differ in where the ra
 Under both, collectives have the seconds of their process group's interconnect.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A graph is known again in another compilation by a hash of its computation alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@
 compiler traces through it. Our backend removes it from Dynamo's graph (``source_info.take_names``).
 """
 
-from __future__ import annotations
-
 import torch
 
 _library = torch.library.Library("autoremat", "DEF")  # type: ignore[no-untyped-call]

@@ -1,7 +1,5 @@
 """``autoremat.device_budget``: a memory budget from the memory of a whole device."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

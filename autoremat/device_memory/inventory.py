@@ -4,8 +4,6 @@ What a way to distribute a step holds has a row in :func:`rows_of_models`. An op
 ``step`` on fake tensors: ``memory_budget="auto"`` must not hand out their state before it exists.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Copies of saved tensors in the host's memory: buffers, streams, and the ops that a graph calls."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 

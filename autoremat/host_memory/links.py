@@ -7,8 +7,6 @@ A buffer is lent as a tensor, and comes back when that tensor's storage is freed
 graph that is kept for a second backward keeps its copies, and an error between the halves returns them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import threading

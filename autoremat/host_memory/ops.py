@@ -9,8 +9,6 @@ Each wait reads the source of the copy and returns its first argument. So whoeve
 or a later reader. A wait aliases its argument, which functionalization refuses: the ops belong into functional graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

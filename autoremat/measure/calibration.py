@@ -5,8 +5,6 @@ A card with a data sheet is not measured: kernels of its architecture were, and 
 Stored rates are specific to device, torch version, number of threads and precision of matrix products.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

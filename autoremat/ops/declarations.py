@@ -5,8 +5,6 @@ group, which are multiplied one after another, into slices of the result. Sizes 
 hold all rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -4,8 +4,6 @@ Facts that torch's schemas and tags declare are not repeated; :mod:`autoremat.op
 are functions of a device's kernels, not facts about an op: see :mod:`autoremat.workspaces.formulas`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Each fact has one predicate. It comes from the op's schema and tags where torch 
 (:mod:`autoremat.ops.op_table`).
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

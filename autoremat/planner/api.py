@@ -1,7 +1,5 @@
 """Planning interface without torch: returns a checked plan for a graph and a budget."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each sparse program is passed as one matrix, because building it variable by variable would take longer than solving it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Numerical tolerances and encodings stay in the modules that need them. Work is c
 like, so plans do not depend on the speed of the machine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ Both are read off the timelines of finished plans, without another simulation. A
 the peak.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The reports of this process, and the reasons for an empty list of reports."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reports as text and as tables for terminals."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields

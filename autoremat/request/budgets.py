@@ -3,8 +3,6 @@
 Every front door asks it, and nothing behind it sees a budget as users write it. A new kind of budget has a ``case`` here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast

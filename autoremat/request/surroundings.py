@@ -4,8 +4,6 @@ Each way to distribute or to divide a step has one property here for its facts. 
 compiled: ``split_graphs.current_split`` for buckets and parts, ``dynamo.sharded_inputs`` for parameters under ``fully_shard``.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar

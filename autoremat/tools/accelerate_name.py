@@ -4,8 +4,6 @@ Both look names of backends up in the enumeration ``DynamoBackend``, a fixed lis
 state the budget. Imports neither torch nor Accelerate.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

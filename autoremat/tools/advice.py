@@ -1,7 +1,5 @@
 """Advice for a step that fits no budget: plans it under remedies and in micro-batches, for as long as its own plan took."""
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

@@ -10,8 +10,6 @@ The root-mean-square norm of CUDA has a backward of its own. The CPU has no kern
 written into the graph that Dynamo captured. The lists of ops are those of torch's page "Automatic Mixed Precision package".
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """What this machine has of all that autoremat needs, for ``autoremat doctor``. Measures and changes nothing."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``autoremat.explain``: plans a step as the backend would, without running it."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``autoremat.gather_reports``: collects the reports of all ranks of a distributed job."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Gives code that asks for Inductor this backend, and the Trainer of Hugging Face the budget of its card."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

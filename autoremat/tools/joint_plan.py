@@ -4,8 +4,6 @@ A *joint graph* computes outputs and gradients from the inputs of a function (*p
 (*tangents*). AOTAutograd hands it to a partitioner: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """``autoremat.max_batch`` and ``autoremat.best_batch``: the largest size that fits a budget, and the fastest; none runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

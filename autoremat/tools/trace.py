@@ -8,8 +8,6 @@ device. The parts that depend on the device follow CUDA's rules: attention kerne
 allocation rounding and rates.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

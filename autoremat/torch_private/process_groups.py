@@ -3,8 +3,6 @@
 Nothing here imports ``torch.distributed.pipelining``. A process that has not imported it runs no pipeline.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import Counter

@@ -8,8 +8,6 @@ Any other kernel is measured if its device is present (:mod:`autoremat.workspace
 workspace is unknown, and the report says so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Later processes read the result from disk. A measurement is exact for tensors of
 memory depends on the data is measured on several kinds of data, and its dearest run counts (:data:`Filling`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -12,8 +12,6 @@ the same ops run on each chunk of rows (``passes/rows/run_by_parts.py``).
     loss = cat(loss_0, loss_1)                  dx = cat(dx_0, dx_1)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ one op. ``f`` and ``g`` stand for ops that compute each row by itself; ``g`` mak
 gradient, so its selection moves alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ The first two forms save one result. The last one has the same bits as the addit
 all supported versions of torch.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 

@@ -10,8 +10,6 @@ element then no longer equals the maximum: the gradient is 0 / 0, or goes elsewh
 The same holds for masks that a model makes so, such as ``x >= x.topk(k).values[..., -1:]``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

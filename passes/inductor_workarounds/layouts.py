@@ -1,7 +1,5 @@
 """Layouts of tensors that Inductor chooses: copies for convolutions, traced strides, and one buffer for several readers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@ An op computes row by row if a chunk of its result needs only the same chunk of 
 that sums over all rows also counts, because the sums of chunks can be added. ``row_rules.py`` states the rule for each op.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A new op needs a rule here.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence

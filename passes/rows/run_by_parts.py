@@ -13,8 +13,6 @@ backward starts with the last part, whose values are the newest. Sums over parts
 of 16-bit numbers stay in 32 bits until the last part.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ budget the policy only determines recomputed ops. The planner decides the rest, 
 candidates.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ it. Values that live through a large part of the forward are *long-range* (masks
 They cross most places and do not count.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ Patterns select parts of a model: globs of module paths, names of ops, names of 
 including dots. A pattern may omit the beginning of a module path: "layers.*.mlp" also matches "model.layers.0.mlp".
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import inspect

@@ -20,8 +20,6 @@ efficiencies, held against the rules in `benchmarks/card_rates.py`:
     is faster than FlashAttention 3 in SGLang's tables.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

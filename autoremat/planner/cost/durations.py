@@ -48,8 +48,6 @@ waits for it at ``free``. So no load waits for its store.
 Copies in the two directions do not slow each other down here, because they hardly run at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cached_property, lru_cache

@@ -13,8 +13,6 @@ The two directions to and from the host have rates of their own, and reach less 
 step hardly do: loads begin in the backward, and the last stores may end there. So plans count each direction alone.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ does not fit and falls while it does, so the search stays near the border betwee
 can interrupt it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

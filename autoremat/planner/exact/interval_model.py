@@ -20,8 +20,6 @@ Graphs must not fuse. Bytes over the budget cost a penalty. Where the simulator 
 solutions are granted the difference, until the plan no longer changes. Only the deadline can interrupt branch and bound.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Holds a graph as arrays of numbers, for the simulator's innermost loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

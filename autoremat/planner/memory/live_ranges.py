@@ -3,8 +3,6 @@
 A stay divides the live range of its value: it frees the value, and the backward allocates it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

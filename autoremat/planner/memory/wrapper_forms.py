@@ -11,8 +11,6 @@ the code between them itself:
 A CUDA graph reads its inputs at fixed addresses. So it copies those that can move, before it runs (``copied``).
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import re

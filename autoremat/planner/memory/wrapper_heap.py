@@ -2,8 +2,6 @@
 storages, the names that refer to them, and the peaks of their bytes.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ CUDA graphs keep their memory in a pool, which never gives memory back. So the p
 their own, and code needs the sum of both.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

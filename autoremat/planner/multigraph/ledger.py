@@ -5,8 +5,6 @@ bytes are the sum of three terms: ``base_bytes``, the saved bytes of the open ca
 controls ``base_bytes``. A call is *open* from its forward to its backward.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ field with its default is not written, and a missing field has its default. So f
 field that this version does not know is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -5,8 +5,6 @@ fusion groups: stores and frees behind the last execution of a group, loads and 
 execution is a group. Bytes of a group are the most at any of its executions.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import dataclass

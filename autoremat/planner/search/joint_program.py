@@ -22,8 +22,6 @@ is a guide and no bound; its rounded solutions are saved sets to schedule. Other
 once, and free their bytes between the last read of the forward and the first of the backward.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import TypeVar

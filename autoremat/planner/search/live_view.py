@@ -5,8 +5,6 @@ through results that fusion does not materialise. Moves change the ranges as if 
 the result.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

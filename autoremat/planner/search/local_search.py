@@ -7,8 +7,6 @@ improve the plan is tried again with a quarter of its moves (Schrimpf et al., "R
 Ruin and Recreate Principle", J. Comput. Phys. 2000).
 """
 
-from __future__ import annotations
-
 import math
 import random
 import sys

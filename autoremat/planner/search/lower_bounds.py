@@ -19,8 +19,6 @@ single-phase graph is the best of its splits at ops with many live bytes, at the
 the split may be recomputed, too. The bound on the peak is in :mod:`.peak_bound`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -17,8 +17,6 @@ source side. The same network serves every price, because only the capacities ch
 solves it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

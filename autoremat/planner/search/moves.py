@@ -6,8 +6,6 @@ that this needs and that is not live there. Some of what it needs may live longe
 *Keep* leaves a recomputation out, so that the range before it lives on.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator

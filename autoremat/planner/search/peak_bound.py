@@ -15,8 +15,6 @@ A result that is not materialised holds no bytes, but its inputs are live until 
 The bound holds for all plans whose backward runs its own ops once and in sequence, with any recomputation.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from ortools.graph.python import max_flow

@@ -13,8 +13,6 @@ A round knows when loads begin from the one before; the first one guesses. The s
 still waits, further rounds let the backward free values too: that relieves engines, but loads may come late.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence

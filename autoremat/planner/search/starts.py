@@ -7,8 +7,6 @@ A split at an op turns a single-phase graph into a training step: the ops before
 The joined halves of a plan of the split are a plan of the whole graph, and the cuts of several splits are starts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 

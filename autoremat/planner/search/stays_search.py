@@ -5,8 +5,6 @@ recomputation is dear, and to compute the others again. So plans leave memory ov
 They come from larger budgets, from a linear program that knows when the link is free (:mod:`.joint_program`), and from trials.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection
