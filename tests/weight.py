@@ -22,7 +22,7 @@ from folders import ROOT
 from layers import LAYERS, SOURCES
 
 BUDGETS = {
-    "basics": 1236,
+    "basics": 1249,
     "capture": 1433,
     "compiler": 4235,
     "device_memory": 442,
@@ -39,8 +39,8 @@ BUDGETS = {
     "torch_private": 3481,
     "workspaces": 669,
     "top": 403,
-    "core": 30271,
-    "tests": 25768,
+    "core": 30284,
+    "tests": 25773,
     "benchmarks": 7733,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

@@ -35,15 +35,19 @@ class AutorematError(Exception):
 
 
 class OptionsError(AutorematError, ValueError):
-    """Raised for an option whose name or value is not accepted."""
+    """Raised for an option whose name or value is not accepted. [Options](options.md) has the table of what is."""
 
 
 class PlanFileError(OptionsError):
-    """Raised for a stored plan that is unreadable, invalid or for another graph. The message states the difference."""
+    """Raised for a stored plan that cannot be read, or that belongs to another graph. The message states the difference.
+
+    A batch size, a dtype, the compiler, torch or a graph break makes it another one.
+    [Store a plan](report.md#store-a-plan) of the present graph.
+    """
 
 
 class UnsupportedTorchError(AutorematError, RuntimeError):
-    """Raised if the installed torch is outside the supported range."""
+    """Raised if the installed torch is outside the supported range, 2.11 to 2.15."""
 
     def __init__(self, found: str) -> None:
         """Makes the error. ``found`` is the version of torch."""
@@ -56,15 +60,21 @@ class UnsupportedTorchError(AutorematError, RuntimeError):
 
 
 class CaptureError(AutorematError):
-    """Raised if the joint graph cannot be captured as a ``Graph``. The message names the op and its place in the model."""
+    """Raised if the graph contains an op that autoremat cannot read. The message names the op and its place in the model.
+
+    Put such code under `torch.compiler.disable`, or set `on_planning_error="fallback"` to train the graph without a budget.
+    """
 
 
 class PlanningError(AutorematError, RuntimeError):
-    """Raised if a graph with a memory budget cannot be planned. ``__cause__`` is the original error."""
+    """Raised if a graph with a budget cannot be planned. Set `on_planning_error="fallback"`, and report the message."""
 
 
 class StepProfileError(AutorematError, RuntimeError):
-    """Raised if a step cannot be profiled: it compiles no graph, or it has no loss to differentiate."""
+    """Raised if a step cannot be measured: it compiles no graph, or it has no loss to differentiate.
+
+    Pass `regional=True` if the function only calls compiled parts, and `loss=` if it returns no scalar.
+    """
 
 
 class OptimizerUnpredictable(AutorematError, RuntimeError):
@@ -72,7 +82,7 @@ class OptimizerUnpredictable(AutorematError, RuntimeError):
 
 
 class AgreementError(AutorematError, RuntimeError):
-    """Raised on all ranks that compile a graph together if one of them fails or is lost. ``rank`` is that one, or None."""
+    """Raised on all ranks that compile together if one (`rank`) fails, is lost, or has other options. See its output."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         """Makes the error. ``rank`` is the rank to look at first."""
@@ -81,15 +91,15 @@ class AgreementError(AutorematError, RuntimeError):
 
 
 class PlanInvalid(AutorematError):
-    """Raised for a plan that fails the check that every plan must pass before it is used."""
+    """Raised for a plan that fails the check of every plan. In training this is a defect: please report it."""
 
 
 class TransferError(AutorematError, RuntimeError):
-    """Raised if a step moves other bytes between the device and the host than its plan."""
+    """Raised if a step moves other bytes to or from the host than its plan. Leave `host_memory` out, and report it."""
 
 
 class ChunkingUnsupported(AutorematError):
-    """Raised if the projection and the loss of a graph cannot be chunked. The message gives the reason."""
+    """Raised if the loss cannot be chunked: see the [conditions](chunked-loss.md#conditions). In training it only warns."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         """Makes the error. ``remedy`` is advice for the user, or "" if there is none."""
@@ -290,19 +300,22 @@ def binding(parts: Sequence[tuple[str, int]]) -> str:
 
 
 class BudgetWarning(UserWarning):
-    """Warns of a budget that a step exceeds or may exceed."""
+    """Warns of a budget that a step exceeds, or may exceed. The message has figures and remedy."""
 
 
 class OptionWarning(UserWarning):
-    """Warns of an option, an environment variable or a request without effect."""
+    """Warns of an option, variable or request without effect. After a late `configure`, call `torch.compiler.reset()`."""
 
 
 class ConstraintWarning(UserWarning):
-    """Warns of a constraint or a policy that matches nothing, has no effect or cannot be met."""
+    """Warns of a [policy or constraint](policies.md) without effect, or with only part of it.
+
+    A pattern matches nothing, a policy finds no layers, or ops [cannot run again](planner.md#exact-gradients).
+    """
 
 
 class FallbackWarning(UserWarning):
-    """Warns of a fallback: torch's partitioner takes a graph that could not be planned, and no budget holds for it."""
+    """Warns of a graph that cannot be planned: torch's partitioner takes it without a budget. Report the message."""
 
 
 def best_effort_message(subject: str, needed_bytes: int, budget: int, share: float | None = None, reference: int = 0) -> str:

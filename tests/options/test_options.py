@@ -3,7 +3,6 @@ import json
 import os
 import pickle
 import re
-import runpy
 import subprocess
 import sys
 from fractions import Fraction
@@ -35,11 +34,9 @@ def parse(options=None, mode=None):
     return Options.parse(options, mode, lambda: INDUCTOR_KEYS)
 
 
-def test_the_table_of_options_is_that_of_the_code():
-    maker = runpy.run_path(str(ROOT / "docs" / "hooks" / "options.py"))
-    page = maker["PAGE"].read_text()
-    assert re.findall(r"^\| `(\w+)` \|", maker["table"](), re.MULTILINE) == list(OWN_KEYS)
-    assert maker["with_table"](page) == page, "python docs/hooks/options.py writes it anew"
+def test_the_table_of_options_has_all():
+    page = (ROOT / "docs" / "options.md").read_text().partition("| Variable |")[0]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(OWN_KEYS)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -113,6 +114,13 @@ def test_every_error_and_warning_is_explained():
     assert len(kinds) > 7
     sections = Counter(re.findall(r"^### (\w+)$", page, re.MULTILINE))
     assert {name: sections[name] for name in kinds} == dict.fromkeys(kinds, 1)
+
+
+def test_pages_say_what_the_code_says():
+    pages = runpy.run_path(str(ROOT / "docs" / "hooks" / "pages.py"))["PAGES"]
+    assert len(pages) == 2
+    for path, written in pages.items():
+        assert written(path.read_text()) == path.read_text(), "python docs/hooks/pages.py writes it anew"
 
 
 def test_every_public_name_is_in_the_reference_once():
