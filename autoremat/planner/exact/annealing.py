@@ -12,7 +12,6 @@ import math
 import random
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -152,9 +151,6 @@ class Sites:
             least = min(least, absent - self.workspace[index])
         return least
 
-    def schedule(self) -> Schedule:
-        return in_order(self.graph, self.at)
-
 
 class Annealing:
     """Annealing on ``graph`` for a budget of ``budget`` bytes: a set of recomputations that moves change."""
@@ -177,6 +173,7 @@ class Annealing:
 
     def change(self, adding: bool, index: int, site: int) -> None:
         """Adds or removes a recomputation."""
+        self.steps.append((adding, index, site))
         if adding:
             self.sites.add(index, site)
             self.place[index, site] = len(self.chosen)
@@ -188,13 +185,9 @@ class Annealing:
             self.chosen[number] = last
             self.place[last] = number
 
-    def _step(self, adding: bool, index: int, site: int) -> None:
-        self.change(adding, index, site)
-        self.steps.append((adding, index, site))
-
     def _withdraw(self, index: int, site: int) -> None:
         """Removes the recomputation of ``index`` at ``site``, and all recomputations that only it needed."""
-        self._step(False, index, site)
+        self.change(False, index, site)
         sites = self.sites
         for value in sites.inputs[index]:
             producer = sites.producer[value]
@@ -208,7 +201,7 @@ class Annealing:
         ``boldness``."""
         sites = self.sites
         gone = [sites.producer[v] for v in sites.inputs[index] if sites.last_read(v, site) < site]
-        self._step(True, index, site)
+        self.change(True, index, site)
         self.chain -= 1
         runs = sites.runs[index]
         before = runs[bisect_left(runs, site) - 1]
@@ -254,12 +247,6 @@ class Annealing:
         """Returns the bytes over the budget at each site (negative: free bytes), and the sum of the positive ones."""
         over = self.sites.together - self.sites.apart - self.budget
         return over, float(over[over > 0.0].sum())
-
-    def _schedule(self, chosen: Iterable[tuple[int, int]]) -> Schedule:
-        sites = Sites(self.graph)
-        for index, site in chosen:
-            sites.add(index, site)
-        return sites.schedule()
 
     def _propose(self, over: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
         """Makes one move. ``over`` holds the bytes over the budget at each site of the current state."""
@@ -307,7 +294,7 @@ class Annealing:
             over_now, excess_now = self._over()
             change = sites.added + price * excess_now - energy
             if change > 0.0 and self.random.random() >= math.exp(-change / temperature):
-                for adding, index, site in reversed(self.steps):
+                for adding, index, site in self.steps[::-1]:
                     self.change(not adding, index, site)
                 sites.changed.clear()
                 sites.together, sites.apart, sites.added = before
@@ -317,7 +304,7 @@ class Annealing:
                 best, fitting = sites.added, self.chosen.copy()
             elif excess < least:
                 least, closest = excess, self.chosen.copy()
-        return None if fitting is None else self._schedule(fitting), self._schedule(closest), interrupted
+        return None if fitting is None else in_order(self.graph, fitting), in_order(self.graph, closest), interrupted
 
 
 def improve(

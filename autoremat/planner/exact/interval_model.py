@@ -22,6 +22,7 @@ solutions are granted the difference, until the plan no longer changes. Only the
 
 import itertools
 import time
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -148,29 +149,22 @@ class IntervalModel:
         fixed[self.graph.num_forward :] += self.graph.tangent_bytes
         return fixed
 
-    def bytes_at(self, chosen: Vector) -> Vector:
-        return np.asarray(self.memory @ chosen + self.fixed_bytes, dtype=np.float64)
-
     def schedule(self, chosen: Vector) -> Schedule:
         """Returns the schedule of a choice, without forward executions that nothing needs."""
-        recomputed: list[list[int]] = [[] for _ in range(len(self.graph.ops) + 1)]
-        for index, sites in enumerate(self.again):
-            for site, column in sites.items():
-                if chosen[column] > 0.5:
-                    recomputed[site].append(index)
-        return in_order(self.graph, recomputed)
+        columns = ((index, *place) for index, sites in enumerate(self.again) for place in sites.items())
+        return in_order(self.graph, [(index, site) for index, site, column in columns if chosen[column] > 0.5])
 
 
-def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:
-    """Returns the schedule that recomputes the ops of ``sites[i]`` just before op ``i``, and those of the last site at the end.
+def in_order(graph: Graph, recomputed: Iterable[tuple[int, int]]) -> Schedule:
+    """Returns the schedule of recomputed ops with their sites: each runs just before the op that is its site, or at the end.
 
     Forward executions that nothing needs are left out.
     """
-    first, end = graph.num_forward, len(graph.ops)
-    executions = [[*sites[index], index] for index in range(end)]
+    first = 0 if graph.single_phase else graph.num_forward
+    again = [(site, index) for index, site in recomputed]
+    backward = [index for _, index in sorted([*again, *((index, index) for index in range(first, len(graph.ops)))])]
     if graph.single_phase:
-        return Schedule((*(op for at in executions for op in at), *sites[end]), ())
-    backward = [op for at in executions[first:] for op in at] + sites[end]
+        return Schedule(tuple(backward), ())
     crossing = Schedule((), tuple(backward)).saved(graph)
     forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
     return Schedule(tuple(sorted(forward)), tuple(backward))
@@ -227,7 +221,7 @@ def improve(
             plans.append(plan)
             simulated = np.zeros(len(graph.ops) + 1)
             np.maximum.at(simulated, np.array(sites_of(graph, plan.schedule), dtype=np.int64), plan.timeline.bytes_at)
-            allowance = np.maximum(model.bytes_at(chosen) - simulated[:-1], 0.0)
+            allowance = np.maximum(model.memory @ chosen + model.fixed_bytes - simulated[:-1], 0.0)
     return found.with_plans(plans, budget, interrupted)
 
 
