@@ -84,29 +84,25 @@ def joined(forward: HalfAllocations, backward: HalfAllocations) -> Allocations:
 
 def _matched(forward: HalfAllocations, backward: HalfAllocations) -> dict[int, int]:
     """Returns the number in the forward of each argument of the backward that the forward has returned."""
-    sizes, wanted = _sizes(forward), _sizes(backward)
+    kinds, wanted = _kinds(forward), _kinds(backward)
     by_name = {name: number for name, number in forward.results if name}
     found: dict[int, int] = {}
     for name, number in backward.arguments:
         own = by_name.get(name)
-        if own is not None and own not in found.values() and _like(forward, own, sizes) == _like(backward, number, wanted):
+        if own is not None and own not in found.values() and kinds[own] == wanted[number]:
             found[number] = own
     left = dict.fromkeys(number for _, number in forward.results if number not in found.values())
     for name, number in backward.arguments:
-        like = _like(backward, number, wanted)
-        own = next((one for one in left if _like(forward, one, sizes) == like), None)
+        own = next((one for one in left if kinds[one] == wanted[number]), None)
         if number not in found and own is not None and not name.startswith("tangents"):
             found[number] = own
             del left[own]
     return found
 
 
-def _like(half: HalfAllocations, number: int, sizes: dict[int, int]) -> tuple[int, bool]:
-    return sizes[number], number in half.pooled
-
-
-def _sizes(half: HalfAllocations) -> dict[int, int]:
-    return {number: size for number, size in half.events if size != FREED}
+def _kinds(half: HalfAllocations) -> dict[int, tuple[int, bool]]:
+    """Returns the bytes of each allocation, and True if it lies in the pool."""
+    return {number: (size, number in half.pooled) for number, size in half.events if size != FREED}
 
 
 def beside_sizes(timeline: Timeline) -> list[int]:
@@ -224,15 +220,13 @@ def peak_block_bytes(events: Sequence[Event], is_expandable: bool, border: int =
     allocator, peak = CachingAllocator(is_expandable), 0
     for _ in range(STEPS):
         live: dict[int, Block] = {}
-        for position, (number, size) in enumerate(events):
-            if position == border:
-                allocator.peak_allocated_bytes = allocator.allocated_bytes
-            if size == FREED:
-                allocator.free(live.pop(number))
-            else:
-                live[number] = allocator.allocate(size)
-        if border == len(events):
+        for half in (events[:border], events[border:]):
             allocator.peak_allocated_bytes = allocator.allocated_bytes
+            for number, size in half:
+                if size == FREED:
+                    allocator.free(live.pop(number))
+                else:
+                    live[number] = allocator.allocate(size)
         peak = max(peak, allocator.peak_allocated_bytes)
         for block in live.values():
             allocator.free(block)

@@ -157,7 +157,7 @@ class _Executions:
             if self.once[index]:
                 return False
             reads.update(self.given[index])
-            for behind in self._source[self._begins[position] : self._begins[position + 1]]:
+            for behind in self.read(position):
                 if inlined[behind]:
                     stack.append(self.start[behind])
                 else:
@@ -202,39 +202,26 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, group: Numbers)
     chosen = (
         alone & ~absent & ~reduced & ending[buffers.start] & arrays_of(buffers.graph).in_place[buffers.sequence][buffers.start]
     )
-    in_place = _InPlace(buffers, absent)
+    executions, value, is_absent = _Executions(buffers), buffers.value.tolist(), absent.tolist()
     last, free, size = buffers.last.tolist(), (~buffers.unshared).tolist(), buffers.bytes.tolist()
+    # These are buffers for the code generator, at least until their producers and readers are fused.
+    is_buffer = (~absent | arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]).tolist()
+
+    def read_in_place(position: int) -> Iterator[int]:
+        """Yields the live ranges that an execution reads at the elements that it writes, also through inlined results."""
+        for live_range in executions.read(position):
+            if value[live_range] in executions.ops[executions.sequence[position]].in_place:
+                yield from (live_range,) if is_buffer[live_range] else read_in_place(executions.start[live_range])
+
     overwritten, overwriting = [], []
     for made, position in zip(np.flatnonzero(chosen).tolist(), buffers.start[chosen].tolist(), strict=True):
-        for live_range in in_place.read_by(position):
+        for live_range in read_in_place(position):
             if last[live_range] == position and free[live_range] and size[live_range] == size[made]:
-                if not in_place.absent[live_range]:
+                if not is_absent[live_range]:
                     overwritten.append(live_range)
                     overwriting.append(made)
                 break
     return overwritten, overwriting
-
-
-class _InPlace:
-    """The inputs that executions read at the elements that they write."""
-
-    def __init__(self, buffers: Buffers, absent: Flags) -> None:
-        self.executions, self.value, self.absent = _Executions(buffers), buffers.value.tolist(), absent.tolist()
-        self.made = (~absent | arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]).tolist()
-        """For each live range, True if it is a buffer for the code generator, at least until its producer and readers are
-        fused."""
-
-    def read_by(self, position: int) -> Iterator[int]:
-        """Yields the live ranges that an execution reads at the elements that it writes, also through inlined results."""
-        executions = self.executions
-        may = executions.ops[executions.sequence[position]].in_place
-        for live_range in executions.read(position):
-            if self.value[live_range] not in may:
-                continue
-            if self.made[live_range]:
-                yield live_range
-            else:
-                yield from self.read_by(executions.start[live_range])
 
 
 def _extend(starts: Numbers, ends: Numbers, group: Numbers, overwritten: list[int], overwriting: list[int]) -> None:

@@ -76,8 +76,11 @@ class Buffers:
         self.last = self.start.copy()
         """For each live range, the last execution that computes or reads it."""
         np.maximum.at(self.last, self.source, self.reader)
-        self.kept = self._kept()
-        """For each live range, True if the caller holds it."""
+        self.kept: Flags = np.zeros(len(self.value), dtype=np.bool_)
+        """For each live range, True if it is a forward output or a gradient, which the caller holds."""
+        for outputs, end in ((graph.forward_outputs, self.num_forward), (graph.backward_outputs, len(self.sequence))):
+            newest = self.newest(np.array(outputs, dtype=np.int64), np.full(len(outputs), end))
+            self.kept[newest[newest >= 0]] = True
         self.unshared = self.kept
         """For each live range, True if it is materialised and no result takes its buffer over: it is kept, or has a stay."""
         if schedule.stays:
@@ -92,18 +95,6 @@ class Buffers:
         at = np.searchsorted(self.keys, self._key(values, positions)) - 1
         found = np.append(self.order, -1)[at]
         return np.where((found >= 0) & (np.append(self.value, -1)[found] == values), found, -1)
-
-    def _kept(self) -> Flags:
-        """Returns, for each live range, True if it is a forward output or a gradient that the caller holds."""
-        kept = np.zeros(len(self.value), dtype=np.bool_)
-        for outputs, position in (
-            (self.graph.forward_outputs, self.num_forward),
-            (self.graph.backward_outputs, len(self.sequence)),
-        ):
-            values = np.array(outputs, dtype=np.int64)
-            newest = self.newest(values, np.full(len(values), position))
-            kept[newest[newest >= 0]] = True
-        return kept
 
     def ends(self, last: Numbers) -> Numbers:
         """Returns, for each live range, the execution after which it is freed. ``last`` are those that need it last."""

@@ -91,8 +91,7 @@ def _called(value: ast.expr) -> int | None:
 def _parameters(body: Sequence[ast.stmt]) -> list[str]:
     """Returns the names to which a partition's first statement, ``a, b = args``, binds its arguments."""
     first = body[0]
-    unpacks = isinstance(first, ast.Assign) and _name(first.value) == "args"
-    return _names(first.targets[0]) if unpacks and isinstance(first, ast.Assign) else []
+    return _names(first.targets[0]) if isinstance(first, ast.Assign) and _name(first.value) == "args" else []
 
 
 def _assigned(target: str, value: ast.expr) -> ast.stmt:

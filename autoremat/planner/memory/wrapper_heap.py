@@ -132,9 +132,7 @@ def aliased(value: ast.expr) -> str | None:
 
 def strided_bytes(value: ast.expr) -> int | None:
     """Returns the bytes of ``empty_strided_*(size, stride, dtype)``, or None for other calls and non-literal arguments."""
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and len(value.args) == 3):
-        return None
-    if not value.func.id.startswith("empty_strided"):
+    if not (isinstance(value, ast.Call) and len(value.args) == 3 and called_function(value).startswith("empty_strided")):
         return None
     try:
         size, stride = ast.literal_eval(value.args[0]), ast.literal_eval(value.args[1])
@@ -147,10 +145,8 @@ def strided_bytes(value: ast.expr) -> int | None:
 
 def is_planar(value: ast.expr) -> bool:
     """Returns True if ``value`` is a CPU buffer of images whose channels are not innermost, new or reinterpreted."""
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name)):
-        return False
-    first = {"empty_strided_cpu": 0, "reinterpret_tensor": 1}.get(value.func.id)
-    if first is None:
+    first = {"empty_strided_cpu": 0, "reinterpret_tensor": 1}.get(called_function(value))
+    if first is None or not isinstance(value, ast.Call):
         return False
     try:
         size, stride = (ast.literal_eval(argument) for argument in value.args[first : first + 2])
