@@ -8,7 +8,6 @@ budget the policy only determines recomputed ops. The planner decides the rest, 
 candidates.
 """
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -61,7 +60,7 @@ class Constraints:
             _warn_of_the_model(graph)
             plain = self.policy is None and not self.save and not self.recompute
             found = ConstrainedGraph(graph) if plain else _Application(self, graph).result
-        return dataclasses.replace(found, warnings=tuple(messages))
+        return replace(found, warnings=tuple(messages))
 
 
 @dataclass(frozen=True)

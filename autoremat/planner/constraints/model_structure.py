@@ -101,7 +101,7 @@ class Forward:
 
     def segments(self, count: int) -> tuple[Ops, ...]:
         """Returns about ``count`` segments with about equally many bytes of results, cut at narrow places."""
-        filled = np.cumsum([sum(self.graph.values[v].bytes for v in op.outputs) for op in self.ops], dtype=np.int64)
+        filled = np.cumsum(self.graph.made_bytes[: len(self.ops)], dtype=np.int64)
         total, chosen = int(filled[-1]) if len(filled) else 0, list[int]()
         for part in range(1, count):
             low, high = np.searchsorted(filled, [total * (part - 0.5) / count, total * (part + 0.5) / count])
@@ -133,7 +133,7 @@ class Forward:
         return tuple(core for core in found if core)
 
     def _bytes(self, parts: Iterable[Ops]) -> int:
-        return sum(self.graph.values[v].bytes for part in parts for index in part for v in self.ops[index].outputs)
+        return sum(self.graph.made_bytes[index] for part in parts for index in part)
 
     # -- layers by repetition ------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Engine, Inlining
-from autoremat.planner.graph.schedule import RECENT, Schedule, Stay
+from autoremat.planner.graph.schedule import RECENT, Schedule
 from autoremat.planner.memory.fusion import fusion_in
 
 ROUNDING = 1e-9
@@ -202,9 +202,8 @@ def _arithmetic(graph: Graph) -> list[float]:
 
 def _touched(graph: Graph) -> list[float]:
     """Returns, for each op, the most bytes that it reads of a tensor: a pointwise op reads no more elements than it makes."""
-    made = (sum(graph.values[value].bytes for value in op.outputs) for op in graph.ops)
-    kinds = arrays_of(graph).kinds.tolist()
-    return [LARGEST_TYPE_RATIO * size if kind == POINTWISE else math.inf for kind, size in zip(kinds, made, strict=True)]
+    made = zip(arrays_of(graph).kinds.tolist(), graph.made_bytes, strict=True)
+    return [LARGEST_TYPE_RATIO * size if kind == POINTWISE else math.inf for kind, size in made]
 
 
 def _given(graph: Graph) -> list[list[tuple[int, int]]]:
@@ -269,7 +268,7 @@ class FusedTraffic:
         # Repetitions read what no fused kernel of the backward reads anyway, and an extern kernel or reduction computes.
         inputs = (value for value in graph.computed_inputs[index] if self.kinds[graph.makers[value]] != POINTWISE)
         read = sum(graph.values[value].bytes for value in inputs if not self._read(value))
-        made, spread = self._made_bytes(index), self._spread_bytes[index]
+        made, spread = graph.made_bytes[index], self._spread_bytes[index]
         times = spread / made if made and op.inputs and spread > LARGEST_TYPE_RATIO * made else 1.0  # by broadcasting
         arithmetic = (op.seconds - op.memory_bound_seconds) * times
         stored = sum(
@@ -282,9 +281,6 @@ class FusedTraffic:
         launch = graph.machine.launch_seconds if stored else 0.0
         return launch + groups * arithmetic + graph.machine.traffic_seconds(reads * read, stored)
 
-    def _made_bytes(self, index: int) -> int:
-        return sum(self.graph.values[v].bytes for v in self.graph.ops[index].outputs)
-
     @cached_property
     def _spread_bytes(self) -> list[int]:
         """For each forward op, the bytes of the largest tensor over which fused kernels of the backward compute it."""
@@ -293,7 +289,7 @@ class FusedTraffic:
             op = graph.ops[index]
             if self.kinds[index] == EXTERN:
                 continue
-            found[index] = self._made_bytes(index)
+            found[index] = graph.made_bytes[index]
             if index >= graph.num_forward:
                 read = (graph.values[v].bytes for v in op.inputs)
                 found[index] = max([found[index], *read]) if self.kinds[index] != POINTWISE else found[index]
@@ -340,7 +336,17 @@ def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDA
     begins = np.concatenate([[0.0], np.cumsum(lasting)]).tolist()
     idle_from, ends, waited = dict.fromkeys(Engine, 0.0), dict[tuple[int, int], float](), 0.0
     forms = schedule.forms(graph)
-    for position, event, _, value in sorted(event for stay in schedule.stays for event in _events(stay)):
+    events = [  # the execution, the event, the execution at which its end is awaited, the value
+        event
+        for stay in schedule.stays
+        for event in (
+            (stay.load, LOAD, stay.need, stay.value),
+            (stay.need, NEED, stay.need, stay.value),
+            (stay.store, STORE, stay.free, stay.value),
+            (stay.free, FREE, stay.free, stay.value),
+        )
+    ]
+    for position, event, _, value in sorted(events):
         now = begins[position + (event >= STORE)] + waited
         if event in (NEED, FREE):
             wait = max(0.0, ends[value, event] - now)
@@ -353,13 +359,3 @@ def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDA
         waits[position] += wait
         waited += wait
     return waits
-
-
-def _events(stay: Stay) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns the events of ``stay``: the execution, the event, the execution at which its end is awaited, the value."""
-    return (
-        (stay.load, LOAD, stay.need, stay.value),
-        (stay.need, NEED, stay.need, stay.value),
-        (stay.store, STORE, stay.free, stay.value),
-        (stay.free, FREE, stay.free, stay.value),
-    )

@@ -144,7 +144,7 @@ class Sites:
         for value, step in last.items():
             if self.last_read(value, site) == site and not (site == self.end and value in self.kept):
                 gone[step + 1] += self.size[value]
-        made = [sum(self.size[value] for value in self.outputs[index]) for index in steps]
+        made = [self.graph.made_bytes[index] for index in steps]
         absent, least = sum(made), np.inf
         for step, index in enumerate(steps):
             absent += gone[step] - made[step]
@@ -159,8 +159,7 @@ class Annealing:
         self.graph, self.budget, self.random, self.sites = graph, budget, random.Random(seed), Sites(graph)
         self.first_site = 0 if graph.single_phase else graph.num_forward
         self.movable = [index for index, movable in enumerate(self.sites.movable) if movable]
-        sizes = [sum(self.sites.size[v] for v in graph.ops[index].outputs) for index in self.movable]
-        self.cumulative = np.cumsum(sizes).tolist()
+        self.cumulative = np.cumsum([graph.made_bytes[index] for index in self.movable]).tolist()
         self.chosen: list[tuple[int, int]] = []
         """Recomputed ops with their sites."""
         self.place: dict[tuple[int, int], int] = {}

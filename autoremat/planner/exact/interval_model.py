@@ -107,7 +107,7 @@ class IntervalModel:
             for previous, (event, column) in zip((graph.makers[value], *events), events.items(), strict=False):
                 start[column], stop[column], size[column] = previous + 1, event + 1, graph.values[value].bytes
         for index, sites in enumerate(self.again):
-            made = sum(graph.values[v].bytes for v in graph.ops[index].outputs) + graph.ops[index].workspace_bytes
+            made = graph.made_bytes[index] + graph.ops[index].workspace_bytes
             for site, column in sites.items():
                 start[column], stop[column], size[column] = site, site + 1, made
         lengths = (np.minimum(stop, end) - start).clip(0) * (size > 0)
@@ -144,8 +144,7 @@ class IntervalModel:
     @cached_property
     def fixed_bytes(self) -> Vector:
         """Bytes at each op under every choice: its results, its workspace, and tangents."""
-        made = [sum(self.graph.values[v].bytes for v in op.outputs) for op in self.graph.ops]
-        fixed = np.array(made, dtype=np.float64) + arrays_of(self.graph).workspace_bytes
+        fixed = np.array(self.graph.made_bytes, dtype=np.float64) + arrays_of(self.graph).workspace_bytes
         fixed[self.graph.num_forward :] += self.graph.tangent_bytes
         return fixed
 

@@ -144,7 +144,19 @@ class Graph:
         sequence; the arguments are those of :meth:`from_dag`. Raises ``ValueError`` for a cycle, and for a node without seconds
         or bytes.
         """
-        return cls.from_dag(*_lists_of_networkx(directed), **arguments)
+        import networkx
+
+        place = {node: number for number, node in enumerate(directed)}
+        try:
+            nodes = list(networkx.lexicographical_topological_sort(directed, key=place.__getitem__))
+        except networkx.NetworkXUnfeasible as error:
+            raise ValueError("the graph has a circle, so its nodes cannot be run in order") from error
+        if lacking := [node for node in nodes if not {"seconds", "bytes"} <= directed.nodes[node].keys()]:
+            raise ValueError(f"the node {lacking[0]!r} has no seconds or no bytes")
+        seconds, sizes = ([directed.nodes[node][fact] for node in nodes] for fact in ("seconds", "bytes"))
+        number = {node: index for index, node in enumerate(nodes)}
+        edges = [(number[producer], number[reader]) for producer, reader in directed.edges]
+        return cls.from_dag(seconds, sizes, edges, **arguments)
 
     def with_calls(self, number: int) -> Graph:
         """Returns the graph with so many open calls."""
@@ -231,6 +243,11 @@ class Graph:
         return tuple(op.outputs for op in self.ops)
 
     @cached_property
+    def made_bytes(self) -> tuple[int, ...]:
+        """For each op, the bytes of its outputs together."""
+        return tuple(sum(self.values[v].bytes for v in op.outputs) for op in self.ops)
+
+    @cached_property
     def computed_inputs(self) -> tuple[tuple[int, ...], ...]:
         """For each op, its inputs that some op computes."""
         return tuple(tuple(v for v in op.inputs if self.values[v].producer is not None) for op in self.ops)
@@ -296,9 +313,8 @@ class Graph:
         Ops without workspace are absent.
         """
         found: dict[str, dict[int, int]] = {}
-        for op in self.ops:
+        for op, made in zip(self.ops, self.made_bytes, strict=True):
             if op.workspace_bytes:
-                made = sum(self.values[v].bytes for v in op.outputs)
                 sizes = found.setdefault(op.target, {})
                 sizes[made] = max(sizes.get(made, 0), op.workspace_bytes)
         return found
@@ -322,37 +338,13 @@ class Graph:
         import networkx
 
         directed: networkx.DiGraph[int] = networkx.DiGraph()
-        for index, op in enumerate(self.ops):
-            made = sum(self.values[v].bytes for v in op.outputs)
-            fields = {"name": op.name, "target": op.target, "seconds": op.seconds, "bytes": made, "forward": op.forward}
-            directed.add_node(index, **fields)
+        for index, (op, made) in enumerate(zip(self.ops, self.made_bytes, strict=True)):
+            directed.add_node(index, name=op.name, target=op.target, seconds=op.seconds, bytes=made, forward=op.forward)
         for number, value in enumerate(self.values):
             if value.producer is not None:
                 edges = ((value.producer, reader) for reader in self.readers[number])
                 directed.add_edges_from(edges, value=number, bytes=value.bytes)
         return directed
-
-
-def _lists_of_networkx(directed: networkx.DiGraph[Any]) -> tuple[list[float], list[int], list[tuple[int, int]]]:
-    """Returns the seconds and the bytes of the nodes in the sequence of their execution, and the edges.
-
-    Raises ``ValueError`` for a cycle, and for a node without seconds or bytes.
-    """
-    import networkx
-
-    place = {node: number for number, node in enumerate(directed)}
-    try:
-        nodes = list(networkx.lexicographical_topological_sort(directed, key=place.__getitem__))
-    except networkx.NetworkXUnfeasible as error:
-        raise ValueError("the graph has a circle, so its nodes cannot be run in order") from error
-    if lacking := [node for node in nodes if not {"seconds", "bytes"} <= directed.nodes[node].keys()]:
-        raise ValueError(f"the node {lacking[0]!r} has no seconds or no bytes")
-    number = {node: index for index, node in enumerate(nodes)}
-    return (
-        [directed.nodes[node]["seconds"] for node in nodes],
-        [directed.nodes[node]["bytes"] for node in nodes],
-        [(number[producer], number[reader]) for producer, reader in directed.edges],
-    )
 
 
 def _check_costs(seconds: Sequence[float], sizes: Sequence[int], rematerializable: Sequence[bool]) -> None:
