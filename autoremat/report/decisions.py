@@ -144,7 +144,18 @@ def against(seconds: float, saving: float) -> str:
 
 def explain_values(plan: Plan, budget: int | None) -> tuple[ForwardValue, ...]:
     """Returns all values of the forward's ops, in the graph's sequence. ``budget`` is the plan's budget (None: no bound)."""
-    return tuple(_Explainer(plan, budget).run())
+    graph, explainer, found = plan.graph, _Explainer(plan, budget), list[ForwardValue]()
+    for index, op in enumerate(graph.ops[: graph.num_forward]):
+        for number, value in enumerate(op.outputs):
+            seconds, again = (0.0, 0.0) if number else (op.seconds, traffic_of(graph).recompute_seconds[index])
+            decision = explainer.decision(index, value)
+            reason, detail = explainer.reason(index, value, decision)
+            own = graph.values[value]
+            found.append(ForwardValue(
+                own.name, own.bytes, op.target, own.module, own.source,
+                decision, reason, detail, seconds, again * explainer.repeats[index],
+            ))  # fmt: skip
+    return tuple(found)
 
 
 class _Explainer:
@@ -168,20 +179,6 @@ class _Explainer:
             op = graph.ops[index]
             self.forward_end.update(dict.fromkeys((*op.inputs, *op.outputs), position))
         self.feeds = {v for index in self.again for v in graph.ops[index].inputs}
-
-    def run(self) -> Iterable[ForwardValue]:
-        graph = self.graph
-        for index in range(graph.num_forward):
-            op = graph.ops[index]
-            for number, value in enumerate(op.outputs):
-                seconds, again = (0.0, 0.0) if number else (op.seconds, traffic_of(graph).recompute_seconds[index])
-                decision = self.decision(index, value)
-                reason, detail = self.reason(index, value, decision)
-                found = graph.values[value]
-                yield ForwardValue(
-                    found.name, found.bytes, op.target, found.module, found.source,
-                    decision, reason, detail, seconds, again * self.repeats[index],
-                )  # fmt: skip
 
     def decision(self, index: int, value: int) -> Decision:
         if value in self.stays:

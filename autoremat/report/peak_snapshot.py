@@ -107,13 +107,7 @@ def peak_of(plan: Plan) -> PeakSnapshot | None:
     sequence, border = plan.schedule.sequence, len(plan.schedule.forward)
     if not sequence:
         return None
-    position = plan.timeline.peak_position
-    op, live = plan.graph.ops[sequence[position]], tuple(_live_tensors(plan, position, border))
-    return PeakSnapshot("forward" if position < border else "backward", position, len(sequence), op.name, op.module, live)
-
-
-def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
-    graph = plan.graph
+    graph, position = plan.graph, plan.timeline.peak_position
     saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
     loads = {(stay.value, stay.load) for stay in plan.schedule.stays}
     found = []
@@ -134,13 +128,14 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     if position >= border:
         tangents = (v for v in graph.values if v.role is Role.TANGENT)
         found += [LiveTensor(v.name, v.bytes, TensorCategory.TANGENT, v.module, v.source) for v in tangents]
-    op = graph.ops[plan.schedule.sequence[position]]
+    op = graph.ops[sequence[position]]
     found.append(LiveTensor(op.name, op.workspace_bytes, TensorCategory.WORKSPACE, op.module, op.source))
     name, others = f"saved tensors and outputs of {graph.calls.others} other calls in flight", plan.timeline.other_calls_bytes
     found.append(LiveTensor(name, others, TensorCategory.OTHER_CALLS, "", ""))
     kept = "gradients and outputs of earlier micro-batches"
     found.append(LiveTensor(kept, graph.calls.resident_bytes, TensorCategory.RESIDENT, "", ""))
-    return sorted((tensor for tensor in found if tensor.bytes), key=lambda tensor: (-tensor.bytes, tensor.name))
+    live = tuple(sorted((tensor for tensor in found if tensor.bytes), key=lambda tensor: (-tensor.bytes, tensor.name)))
+    return PeakSnapshot("forward" if position < border else "backward", position, len(sequence), op.name, op.module, live)
 
 
 def module_group(module: str) -> str:

@@ -60,20 +60,18 @@ class Schedule:
         """The executions alone."""
         return Schedule(self.forward, self.backward) if self.stays else self
 
-    def recomputed(self, graph: Graph) -> tuple[int, ...]:
-        """Returns the executions of forward ops after their first one, in sequence.
+    def repetitions(self, graph: Graph) -> list[int]:
+        """Returns the positions of the executions of forward ops after their first one.
 
         The first execution of an op that only the backward needs is not a recomputation.
         """
-        seen = set()
-        repeated = []
-        for op in self.sequence:
-            if op >= graph.num_forward:
-                continue
+        seen, found = set[int](), list[int]()
+        for position, op in enumerate(self.sequence):
             if op in seen:
-                repeated.append(op)
-            seen.add(op)
-        return tuple(repeated)
+                found.append(position)
+            elif op < graph.num_forward:
+                seen.add(op)
+        return found
 
     def forms(self, graph: Graph) -> dict[int, Form]:
         """Returns the form of each value that has a stay."""

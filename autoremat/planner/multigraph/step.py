@@ -315,8 +315,7 @@ class _Program:
         solver = self.cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        effort = settings.efforts[self.variants > 1]
-        solver.parameters.max_deterministic_time = effort
+        solver.parameters.max_deterministic_time = settings.efforts[self.variants > 1]
         solver.parameters.relative_gap_limit = gap
         if solver.solve(self.model) not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
             return None

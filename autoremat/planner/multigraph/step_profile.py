@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from autoremat.basics.checks import budget_bytes, parse_budget
 from autoremat.basics.display import PlainTable, Shown, named_figures
@@ -171,12 +172,8 @@ def share_out(
 
 def in_ranges(numbers: Iterable[int]) -> str:
     """Returns ascending numbers as text such as "0-20, 24"; "-" without numbers."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    placed = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])  # consecutive numbers differ alike
+    runs = [[number for _, number in run] for _, run in placed]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "-"
 
 

@@ -101,7 +101,7 @@ class Plan(Shown):
     @cached_property
     def recomputed(self) -> tuple[int, ...]:
         """Executions of forward ops beyond the first one, in sequence."""
-        return self.schedule.recomputed(self.graph)
+        return tuple(self.sequence[position] for position in self.schedule.repetitions(self.graph))
 
     @cached_property
     def recompute_seconds(self) -> float:

@@ -177,14 +177,9 @@ class Keep:
 
 def keeps_of(view: LiveView) -> list[Keep]:
     """Returns the recomputations of a view without moves that could be left out, the most seconds per byte first."""
-    ran, again = set[int](), set[int]()
-    for execution, index in enumerate(view.sequence):
-        if index in ran:
-            again.add(execution)
-        elif index < view.graph.num_forward:
-            ran.add(index)
-    saved = set(view.plan.saved)
-    found = filter(None, (_keep(view, execution, again, saved) for execution in sorted(again)))
+    repetitions, saved = view.plan.schedule.repetitions(view.graph), set(view.plan.saved)
+    again = set(repetitions)
+    found = filter(None, (_keep(view, execution, again, saved) for execution in repetitions))
     return sorted(found, key=lambda keep: (-keep.seconds_per_byte, keep.execution))
 
 

@@ -25,11 +25,6 @@ from autoremat.planner.search.min_cut import INFINITE, infinite_arcs
 from autoremat.planner.settings import settings
 
 
-def bound_on_peak(graph: Graph) -> int:
-    """Returns the lower bound on the peak of one call."""
-    return PeakBound(graph).peak_bytes()
-
-
 class PeakBound:
     """The lower bound of one graph with a backward."""
 
@@ -105,9 +100,9 @@ class PeakBound:
         self.flow.set_arcs_capacity(self.later, np.where(ran[self.graph.num_forward :], 0, INFINITE))
         self.flow.set_arcs_capacity(self.hold, np.where(np.isin(self.values, list(certain)), 0, self.prices))
         self.flow.solve(self.source, self.sink)
-        return self._certain_bytes(index, place, live) + int(self.flow.optimal_flow())
+        return self.certain_bytes(index, place, live) + int(self.flow.optimal_flow())
 
-    def _certain_bytes(self, index: int, place: int, live: set[int]) -> int:
+    def certain_bytes(self, index: int, place: int, live: set[int]) -> int:
         """Returns the bytes that are live beside the cut: tangents, workspace, ``live`` and what the caller holds."""
         graph, beside = self.graph, live - self.outputs
         beside -= {value for value in beside & self.gradients if self.producer[value] < place}
@@ -129,19 +124,20 @@ class PeakBound:
             change[max(producer, self.last_read[value]) + 1] -= most[value]
         self.most_bytes: NDArray[np.int64] = np.cumsum(change)
 
-    def peak_bytes(self) -> int:
-        """Returns the lower bound on the peak of one call."""
-        backward = range(self.graph.num_forward, self.count)
-        most = {index: self._certain_bytes(index, index, self.read(index) | self.made(index)) for index in backward}
-        most = {index: certain + int(self.most_bytes[index]) for index, certain in most.items()}
-        found = max((self._certain_bytes(index, *there) for index in backward for there in self.live_sets(index)), default=0)
-        cuts = max(settings.peak_cuts // (1 + self.count + len(self.graph.values)), settings.fewest_peak_cuts)
-        for index in sorted(backward, key=lambda index: (-most[index], index)):
-            if cuts <= 0 or most[index] <= found:
-                break
-            for place, live in self.live_sets(index):
-                found, cuts = max(found, self.least(index, place, live)), cuts - 1
-        return found
+
+def bound_on_peak(graph: Graph) -> int:
+    """Returns the lower bound on the peak of one call."""
+    bound, backward = PeakBound(graph), range(graph.num_forward, len(graph.ops))
+    most = {index: bound.certain_bytes(index, index, bound.read(index) | bound.made(index)) for index in backward}
+    most = {index: certain + int(bound.most_bytes[index]) for index, certain in most.items()}
+    found = max((bound.certain_bytes(index, *there) for index in backward for there in bound.live_sets(index)), default=0)
+    cuts = max(settings.peak_cuts // (1 + len(graph.ops) + len(graph.values)), settings.fewest_peak_cuts)
+    for index in sorted(backward, key=lambda index: (-most[index], index)):
+        if cuts <= 0 or most[index] <= found:
+            break
+        for place, live in bound.live_sets(index):
+            found, cuts = max(found, bound.least(index, place, live)), cuts - 1
+    return found
 
 
 class CertainFusion:

@@ -13,7 +13,7 @@ from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import LowerBounds
-from autoremat.planner.search.peak_bound import PeakBound
+from autoremat.planner.search.peak_bound import bound_on_peak
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.settings import Settings
@@ -87,7 +87,7 @@ def test_each_step_down_the_curve_costs_more_and_saves_less(graph):
 @given(st.data())
 def test_no_schedule_has_a_peak_below_the_bound(data):
     graph = data.draw(graphs(max_ops=16))
-    bound = PeakBound(graph).peak_bytes()
+    bound = bound_on_peak(graph)
     for _ in range(4):
         assert bound <= Plan.of(graph, data.draw(schedules_of(graph))).peak_bytes
 
@@ -97,13 +97,13 @@ def test_no_schedule_has_a_peak_below_the_bound(data):
 def test_the_bound_is_at_most_the_least_peak_of_all_plans(graph):
     if graph.forward_outputs:
         return  # the oracle knows no caller that holds them
-    bound = PeakBound(graph).peak_bytes()
+    bound = bound_on_peak(graph)
     assert bound == 0 or least_added_seconds(graph, bound - 1) == float("inf")
 
 
 def test_the_bound_of_a_chain_is_its_least_peak():
     graph = training_chain(4, size=100)
-    bound = PeakBound(graph).peak_bytes()
+    bound = bound_on_peak(graph)
     assert least_added_seconds(graph, bound) < float("inf")
     assert least_added_seconds(graph, bound - 1) == float("inf")
 
@@ -118,7 +118,7 @@ def test_a_gradient_for_later_counts_at_every_op_until_then():
     larger = build.op([large], 200, forward=False)
     last = build.op([larger, early], 0, forward=False)
     graph = build.graph(forward_outputs=(out,), backward_outputs=(last,))
-    assert PeakBound(graph).peak_bytes() == 350
+    assert bound_on_peak(graph) == 350
 
 
 def test_what_fusion_inlines_keeps_its_inputs():
@@ -131,4 +131,4 @@ def test_what_fusion_inlines_keeps_its_inputs():
     wide = build.op([tangent], 1000, forward=False)
     last = build.op([total, wide], 0, forward=False, kind=Kind.REDUCTION)
     graph = build.graph(forward_outputs=(out,), backward_outputs=(last,), fuses=True)
-    assert PeakBound(graph).peak_bytes() == 1200
+    assert bound_on_peak(graph) == 1200
