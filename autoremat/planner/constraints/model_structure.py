@@ -158,34 +158,24 @@ class Forward:
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _results_of_products(self) -> frozenset[int]:
+        return frozenset(v for op in self.ops if op.flops for v in op.outputs)
+
     def _core(self, last: int) -> Ops:
         if "scaled_dot_product" in self.ops[last].target or self.ops[last].target.startswith("flex_attention"):
             return (last,)
         if not _is_product(self.ops[last]):
             return ()
-        between, products = self._between(last)
+        leading = self.graph.ancestors([last], self._results_of_products)
+        products = {p for index in leading for p in self.graph.producers(self.ops[index].inputs)} - leading
+        between = leading - {last}
         softmax = {index for index in between if "softmax" in (self.ops[index].decomposed_from or self.ops[index].target)}
         if not softmax:
             return ()
         inside = self._descendants({p for p in products if _is_product(self.ops[p])}, between)
         first = {p for p in products if _is_product(self.ops[p]) and self._descendants({p}, between) & softmax}
         return tuple(sorted({*inside, *first, last})) if first else ()
-
-    def _between(self, last: int) -> tuple[set[int], set[int]]:
-        """Returns the ops that lead to ``last`` from the matrix products before it, and these products."""
-        between: set[int] = set()
-        products: set[int] = set()
-        stack = [last]
-        while stack:
-            for producer in self.graph.producers(self.ops[stack.pop()].inputs):
-                if producer in between or producer in products:
-                    continue
-                if self.ops[producer].flops:
-                    products.add(producer)
-                else:
-                    between.add(producer)
-                    stack.append(producer)
-        return between, products
 
     def _descendants(self, roots: set[int], among: set[int]) -> set[int]:
         reached = {v for root in roots for v in self.ops[root].outputs}

@@ -95,10 +95,7 @@ class _Kernels:
         self.start: list[int] = buffers.start.tolist()
         self.bytes: list[int] = buffers.bytes.tolist()
         self.absent: list[bool] = absent.tolist()
-        self.source: list[int] = buffers.source.tolist()
-        length = len(self.sequence)
-        self.begins: list[int] = np.searchsorted(buffers.reader, np.arange(length + 1)).tolist()
-        """Where the reads of each execution begin in ``source``."""
+        self.reads, length = buffers.reads, len(self.sequence)
         self.written: list[float] = np.bincount(buffers.start[~absent], buffers.bytes[~absent], length).tolist()
         """For each execution, the bytes that it materialises."""
         touched = graph.derived(_touched)
@@ -137,13 +134,14 @@ class _Kernels:
 
         What ends a pass has loops of its own, so it does not run in the pass that stores what it reads.
         """
-        arrays, most = arrays_of(self.graph), 2 * len(group)  # passes of a group: an op has one before it and one behind it
-        ends, kinds = ([facts[index] for index in self.sequence] for facts in (arrays.ends_pass, arrays.kinds.tolist()))
+        most = 2 * len(group)  # passes of a group: an op has one before it and one behind it
+        ends = [self.graph.ops[index].ends_pass for index in self.sequence]
+        kinds = arrays_of(self.graph).kinds[list(self.sequence)].tolist()
         found, stored = [most * number for number in group], [-1] * len(group)
         if not any(ends):
             return found
         for position, number in enumerate(group):
-            for source in self.source[self.begins[position] : self.begins[position + 1]]:
+            for source in self.reads[position]:
                 if made_by[source] == number:
                     maker = self.start[source]
                     found[position] = max(found[position], found[maker] + ends[maker])
@@ -178,7 +176,7 @@ class _Kernels:
                 added -= 1.0 if before >= made else before / made
             kernel[execution] = kernel.get(execution, 0.0) + added
             tensors = list(given[self.sequence[execution]])
-            for source in self.source[self.begins[execution] : self.begins[execution + 1]]:
+            for source in self.reads[execution]:
                 if self.absent[source]:
                     stack.append((self.start[source], most))
                 elif self.made_in[source] != this:

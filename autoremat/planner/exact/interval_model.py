@@ -84,7 +84,9 @@ class IntervalModel:
         self.again = [dict(zip(sorted(wanted), columns, strict=False)) for wanted in sites]
         """For each op, the column of each site."""
         self.columns = next(columns)
-        self.lower, self.upper = np.zeros(self.columns), np.ones(self.columns)
+        self.cost, self.lower, self.upper = np.zeros(self.columns), np.zeros(self.columns), np.ones(self.columns)
+        for again, seconds in zip(self.again, traffic_of(graph).repeat_seconds, strict=True):
+            self.cost[list(again.values())] = seconds
         for value in () if graph.single_phase else graph.forward_values:
             producer = graph.makers[value]
             if value in graph.forward_outputs:
@@ -114,13 +116,6 @@ class IntervalModel:
         begins = np.append(0, np.cumsum(lengths))
         rows = np.arange(begins[-1]) - np.repeat(begins[:-1] - start, lengths)
         return csc_matrix((np.repeat(size, lengths).astype(np.float64), rows, begins), shape=(end, self.columns))
-
-    @cached_property
-    def cost(self) -> Vector:
-        cost = np.zeros(self.columns)
-        for sites, seconds in zip(self.again, traffic_of(self.graph).repeat_seconds, strict=True):
-            cost[list(sites.values())] = seconds
-        return cost
 
     @cached_property
     def logic(self) -> tuple[csc_matrix, Vector, Vector]:

@@ -44,8 +44,6 @@ class GraphArrays:
         """The inputs of each op that no op computes (inputs of the step and tangents), as negative numbers: -1 - value."""
         self.kinds: Numbers = np.array([KINDS.index(op.kind) for op in ops], dtype=np.int64)
         """``POINTWISE``, ``REDUCTION`` or ``EXTERN``."""
-        self.ends_pass = [op.ends_pass for op in ops]
-        """True if what depends on the op's result runs in a later kernel."""
         self.in_place: Flags = np.array([bool(op.in_place) for op in ops], dtype=np.bool_)
         """True if the op's result may reuse the buffer of an input."""
         self.never_inlined: Flags = np.array([op.inlining is Inlining.NEVER for op in ops], dtype=np.bool_)

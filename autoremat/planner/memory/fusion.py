@@ -85,13 +85,11 @@ def live_ranges_with_fusion(found: Fused) -> LiveRanges:
 
 def _fusion_groups(kinds: Numbers, num_forward: int) -> Numbers:
     """Returns the fusion group of each execution: an extern kernel alone, or the fusible ops between two extern kernels."""
-    begins = np.zeros(len(kinds), dtype=np.int64)
     extern = kinds == EXTERN
-    begins[extern] = 1
-    begins[1:][extern[:-1]] = 1
-    if num_forward < len(kinds):
-        begins[num_forward] = 1
-    return np.cumsum(begins)
+    begins = extern.copy()
+    begins[1:] |= extern[:-1]
+    begins[num_forward : num_forward + 1] = True
+    return np.cumsum(begins, dtype=np.int64)
 
 
 def _absent(buffers: Buffers, kinds: Numbers, group: Numbers) -> Flags:
@@ -117,52 +115,32 @@ def _absent(buffers: Buffers, kinds: Numbers, group: Numbers) -> Flags:
 
 def _inlined(buffers: Buffers, candidates: Flags, readers: Numbers) -> Flags:
     """Returns those of ``candidates`` that are inlined: all with a single reader, and those of the others that are cheap."""
-    found: Flags = candidates & (readers == 1)
-    shared = np.flatnonzero(candidates & (readers > 1)).tolist()
-    inlined, executions = found.tolist(), _Executions(buffers)
-    for live_range in shared:  # in the sequence of allocation, so that everything they are computed from is decided already
-        inlined[live_range] = executions.are_cheap(live_range, inlined)
-    return np.array(inlined, dtype=np.bool_)
+    graph, arrays, reads = buffers.graph, arrays_of(buffers.graph), buffers.reads
+    sequence, start = buffers.sequence.tolist(), buffers.start.tolist()
+    inlined: list[bool] = (candidates & (readers == 1)).tolist()
 
-
-class _Executions:
-    """The reads of single executions."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        arrays = arrays_of(buffers.graph)
-        self.ops, self.given, self.once = buffers.graph.ops, arrays.given, arrays.inlined_once
-        self.most_reads = buffers.graph.machine.most_reads
-        self.sequence, self.start = buffers.sequence.tolist(), buffers.start.tolist()
-        self._source: list[int] = buffers.source.tolist()
-        self._begins = np.searchsorted(buffers.reader, np.arange(len(self.sequence) + 1)).tolist()
-
-    def read(self, position: int) -> list[int]:
-        """Returns the live ranges that the execution at ``position`` reads, in the sequence of its op's inputs."""
-        return self._source[self._begins[position] : self._begins[position + 1]]
-
-    def are_cheap(self, live_range: int, inlined: list[bool]) -> bool:
-        """Returns True if the expression of ``live_range`` reads few buffers and contains no op of ``Inlining.ONCE``.
-
-        The expression includes everything that is inlined into it.
-        """
-        reads: set[int] = set()
-        seen: set[int] = set()
-        stack = [self.start[live_range]]
-        while stack and len(reads) <= self.most_reads:
+    def is_cheap(live_range: int) -> bool:
+        """Returns True if its expression, with all that is inlined, reads few buffers and has no op of ``Inlining.ONCE``."""
+        read, seen, stack = set[int](), set[int](), [start[live_range]]
+        while stack and len(read) <= graph.machine.most_reads:
             position = stack.pop()
             if position in seen:
                 continue
             seen.add(position)
-            index = self.sequence[position]
-            if self.once[index]:
+            if arrays.inlined_once[sequence[position]]:
                 return False
-            reads.update(self.given[index])
-            for behind in self.read(position):
+            read.update(arrays.given[sequence[position]])
+            for behind in reads[position]:
                 if inlined[behind]:
-                    stack.append(self.start[behind])
+                    stack.append(start[behind])
                 else:
-                    reads.add(behind)
-        return len(reads) <= self.most_reads
+                    read.add(behind)
+        return len(read) <= graph.machine.most_reads
+
+    shared = np.flatnonzero(candidates & (readers > 1)).tolist()
+    for live_range in shared:  # in the sequence of allocation, so that everything they are computed from is decided already
+        inlined[live_range] = is_cheap(live_range)
+    return np.array(inlined, dtype=np.bool_)
 
 
 def _read_through(buffers: Buffers, absent: Flags, reduced: Flags) -> None:
@@ -170,14 +148,12 @@ def _read_through(buffers: Buffers, absent: Flags, reduced: Flags) -> None:
 
     ``buffers.last`` becomes later, and more live ranges become ``reduced``.
     """
-    through = buffers.start[absent]
-    bounds = np.searchsorted(buffers.reader, np.stack([through, through + 1])).tolist()
-    last, source, by_reduction = buffers.last.tolist(), buffers.source.tolist(), reduced.tolist()
-    reads = zip(np.flatnonzero(absent).tolist(), *bounds, strict=True)
+    last, by_reduction = buffers.last.tolist(), reduced.tolist()
+    through = zip(np.flatnonzero(absent).tolist(), buffers.start[absent].tolist(), strict=True)
     # Backwards: the readers of an absent live range must be final before they become readers of its inputs.
-    for live_range, begin, end in reversed(list(reads)):
+    for live_range, position in reversed(list(through)):
         until, by = last[live_range], by_reduction[live_range]
-        for behind in source[begin:end]:
+        for behind in buffers.reads[position]:
             if last[behind] < until:
                 last[behind] = until
             if by:
@@ -202,16 +178,17 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, group: Numbers)
     chosen = (
         alone & ~absent & ~reduced & ending[buffers.start] & arrays_of(buffers.graph).in_place[buffers.sequence][buffers.start]
     )
-    executions, value, is_absent = _Executions(buffers), buffers.value.tolist(), absent.tolist()
+    executed = [buffers.graph.ops[index] for index in buffers.sequence.tolist()]
+    start, value, is_absent = buffers.start.tolist(), buffers.value.tolist(), absent.tolist()
     last, free, size = buffers.last.tolist(), (~buffers.unshared).tolist(), buffers.bytes.tolist()
     # These are buffers for the code generator, at least until their producers and readers are fused.
     is_buffer = (~absent | arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]).tolist()
 
     def read_in_place(position: int) -> Iterator[int]:
         """Yields the live ranges that an execution reads at the elements that it writes, also through inlined results."""
-        for live_range in executions.read(position):
-            if value[live_range] in executions.ops[executions.sequence[position]].in_place:
-                yield from (live_range,) if is_buffer[live_range] else read_in_place(executions.start[live_range])
+        for live_range in buffers.reads[position]:
+            if value[live_range] in executed[position].in_place:
+                yield from (live_range,) if is_buffer[live_range] else read_in_place(start[live_range])
 
     overwritten, overwriting = [], []
     for made, position in zip(np.flatnonzero(chosen).tolist(), buffers.start[chosen].tolist(), strict=True):
@@ -231,8 +208,7 @@ def _extend(starts: Numbers, ends: Numbers, group: Numbers, overwritten: list[in
     """
     begin_of = np.searchsorted(group, group, side="left")
     end_of = np.searchsorted(group, group, side="right") - 1
-    early = np.ones(len(starts), dtype=np.bool_)
-    late = np.ones(len(starts), dtype=np.bool_)
+    early, late = np.ones((2, len(starts)), dtype=np.bool_)
     early[overwriting], late[overwritten] = False, False
     starts[early] = begin_of[starts[early]]
     ends[late] = end_of[ends[late]]

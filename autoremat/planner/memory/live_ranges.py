@@ -5,6 +5,8 @@ A stay divides the live range of its value: it frees the value, and the backward
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -85,6 +87,12 @@ class Buffers:
         """For each live range, True if it is materialised and no result takes its buffer over: it is kept, or has a stay."""
         if schedule.stays:
             _divide(self, schedule)
+
+    @cached_property
+    def reads(self) -> list[list[int]]:
+        """For each execution, the live ranges that it reads, in the sequence of its op's inputs."""
+        source, begins = self.source.tolist(), np.searchsorted(self.reader, np.arange(len(self.sequence) + 1)).tolist()
+        return [source[begin:end] for begin, end in pairwise(begins)]
 
     def _key(self, values: Numbers, positions: Numbers) -> Numbers:
         """Returns sort keys that ascend with the value, then with the position."""

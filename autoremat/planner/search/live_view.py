@@ -86,24 +86,18 @@ class LiveView:
         """For each value, the starts and the numbers of its ranges, ascending."""
         for number, value in enumerate(self.value):
             self.of_value.setdefault(value, []).append((self.start[number], number))
-        positions = np.arange(len(self.sequence) + 1)
         order = np.argsort(buffers.source, kind="stable")
         readers: list[int] = buffers.reader[order].tolist()
         bounds: list[int] = np.searchsorted(buffers.source[order], np.arange(self.num_ranges + 1)).tolist()
         self.readers = [readers[begin:end] for begin, end in pairwise(bounds)]
         """For each range, the executions that read it."""
-        self.read_from: list[int] = np.searchsorted(buffers.reader, positions).tolist()
-        """For each execution, where its reads begin in ``source``."""
-        self.made_from: list[int] = np.searchsorted(buffers.start, positions).tolist()
+        self.made_from: list[int] = np.searchsorted(buffers.start, np.arange(len(self.sequence) + 1)).tolist()
         """For each execution, its first range."""
-        self.source: list[int] = buffers.source.tolist()
+        self.reads = buffers.reads
         self.uses = list(self.readers)  # lists that are replaced and never changed
         for inlined in reversed(np.flatnonzero(absent).tolist()):
-            for source in self.read_by(self.start[inlined]):
+            for source in self.reads[self.start[inlined]]:
                 self.uses[source] = sorted({*self.uses[source], *self.uses[inlined]})
-
-    def read_by(self, execution: int) -> list[int]:
-        return self.source[self.read_from[execution] : self.read_from[execution + 1]]
 
     def made_by(self, execution: int) -> range:
         return range(self.made_from[execution], self.made_from[execution + 1])

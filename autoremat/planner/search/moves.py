@@ -203,7 +203,7 @@ def _keep(view: LiveView, execution: int, again: set[int], saved: set[int]) -> K
     while stack:
         current = stack.pop()
         seconds += facts.seconds_again[view.sequence[current]]
-        for source in view.read_by(current):
+        for source in view.reads[current]:
             maker = view.start[source]
             if maker in again and maker not in gone and all(r in gone for n in view.made_by(maker) for r in view.readers[n]):
                 gone.add(maker)
