@@ -132,8 +132,7 @@ def assumed_interconnect(device: str, ranks: int) -> Interconnect:
         rate, reached = NVLINK[name] * max(ranks - 1, 0.5) / (ranks - 0.5), BY_NVLINK.get(generation, BY_NVLINK[8])
     else:
         rate, reached = PCI_EXPRESS.get(generation, PCI_EXPRESS_5), BY_PCI_EXPRESS
-    share, latency, step = reached.share, reached.latency_seconds, reached.step_seconds
-    return Interconnect(rate * share, latency, step_seconds=step, pipelined=by_nvlink)
+    return Interconnect(rate * reached.share, reached.latency_seconds, step_seconds=reached.step_seconds, pipelined=by_nvlink)
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,7 @@ class Graph:
     def is_plain(self) -> bool:
         """True if the live bytes are those of the values of one call, each materialised and without forms. Exact models count
         no other graph."""
-        with_forms = any(value.forms for value in self.values)
-        return not self.machine.fuses and self.calls == Calls() and not with_forms
+        return not self.machine.fuses and self.calls == Calls() and not any(value.forms for value in self.values)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

@@ -113,16 +113,6 @@ def _copies(names: Sequence[str]) -> Iterator[ast.stmt]:
         yield _deleted([f"{name}{MARK}copies"])
 
 
-class _Marked(ast.NodeTransformer):
-    """Marks the variables of a partition by its number."""
-
-    def __init__(self, variables: frozenset[str], number: int) -> None:
-        self.variables, self.number = variables, number
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.Name(f"{node.id}{MARK}{self.number}", node.ctx) if node.id in self.variables else node
-
-
 def _run(body: Sequence[ast.stmt], targets: Sequence[str], number: int) -> Iterator[ast.stmt]:
     """Yields the statements of a call: copies of the arguments, the body, the results, and the end of all variables."""
     variables = frozenset(
@@ -131,7 +121,10 @@ def _run(body: Sequence[ast.stmt], targets: Sequence[str], number: int) -> Itera
     yield from _copies([f"{parameter}{MARK}{number}" for parameter in _parameters(body)])
     results: list[ast.expr] = []
     for statement in body[1:]:
-        marked = _Marked(variables, number).visit(copy.deepcopy(statement))
+        marked = copy.deepcopy(statement)
+        for node in ast.walk(marked):
+            if isinstance(node, ast.Name) and node.id in variables:
+                node.id = f"{node.id}{MARK}{number}"
         if isinstance(marked, ast.Return):
             results = marked.value.elts if isinstance(marked.value, ast.Tuple) else []
         else:

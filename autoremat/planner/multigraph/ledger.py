@@ -108,14 +108,13 @@ class Part:
 
 def moments_of(parts: Sequence[Part], borders: Sequence[Border]) -> tuple[Moment, ...]:
     """Returns the moments of the parts, in the sequence of their forwards, with tensors at their ``borders``."""
-    count = len(parts)
     forwards = [
         Moment(_live_bytes(parts[:number], borders, number), _graphs(parts[:number]), part.graph)
         for number, part in enumerate(parts)
         if part.graph is not None
     ]
     between = Moment(_live_bytes(parts, borders), _graphs(parts))
-    backwards = (moment for number in reversed(range(count)) for moment in _backward(number, parts, borders))
+    backwards = (moment for number in reversed(range(len(parts))) for moment in _backward(number, parts, borders))
     return (*forwards, between, *backwards)
 
 

@@ -128,15 +128,12 @@ class StepProfile(Shown):
                 format_bytes(fastest.saved_bytes), format_bytes(max(plan.forward_peak_bytes, plan.backward_peak_bytes)),
                 format_seconds(plan.seconds - fastest.seconds), graphs[0].source or "-",
             )  # fmt: skip
-        return [named_figures(self._figures()), table]
-
-    def _figures(self) -> list[tuple[str, str]]:
         order = ", ".join(self.step.order[:ORDER_SHOWN]) + (", ..." if len(self.step.order) > ORDER_SHOWN else "")
         host_budget = self.step.host_bytes
         host = (
             "" if host_budget is None else f"{format_bytes(self.host_peak_bytes)} of {format_bytes(host_budget)} (host_memory)"
         )
-        return [
+        figures = [
             ("budget of the step", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
             ("predicted peak", format_bytes(self.peak_bytes)),
             ("reference peak", f"{format_bytes(self.reference_peak_bytes)}, without autoremat"),
@@ -147,6 +144,7 @@ class StepProfile(Shown):
             ("order", order),
             *([("plans", ENDED_BY_CLOCK)] if self.step.ended_by_clock else ()),
         ]
+        return [named_figures(figures), table]
 
 
 def share_out(

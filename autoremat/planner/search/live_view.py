@@ -112,10 +112,6 @@ class LiveView:
                 return number
         return -1
 
-    def crosses(self, number: int) -> bool:
-        """Returns True if a range of the plan is live in both halves."""
-        return self.start[number] < self.border and (self.held[number] or self.last[number] >= self.border)
-
     def between_halves(self, more: int) -> list[Span]:
         """Returns the span of the other open calls, each of which holds so many bytes more between its halves."""
         return [(0, len(self.sequence), self.others * more)] if self.others and more else []

@@ -88,7 +88,7 @@ class Drops:
                 if before < view.border <= place:
                     seconds -= facts.saving_seconds[view.value[number]]
                 for one in extended:
-                    if view.start[one] < view.border and not view.crosses(one):
+                    if max(view.start[one], view.last[one]) < view.border and not view.held[one]:
                         seconds += facts.saving_seconds[view.value[one]]
                 yield Drop(number, before, place, ops, extended, seconds)
 

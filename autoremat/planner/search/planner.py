@@ -298,19 +298,16 @@ class BoundForms(Planner):
             schedule = replace(plan.schedule, stays=tuple(stays[value] for value in sorted(stays)))
             found = Plan.of(self.whole, schedule, plan.label)
             if self.host_bytes is not None and found.host_bytes > self.host_bytes:
-                raise OptionsError(self._lack_of_memory(found))
+                values = [self.whole.values[stay.value] for stay in schedule.stays if stay.value in self.bound_values]
+                largest = max(values, key=lambda value: value.bytes)
+                raise OptionsError(
+                    f"`save` keeps {len(values)} tensors on the host, the largest of them {largest.name} "
+                    f"({format_bytes(largest.bytes)}): they need {format_bytes(found.host_bytes)} there, and host_memory "
+                    f"allows {format_bytes(self.host_bytes)}. Raise host_memory to {found.host_bytes}, or name fewer tensors"
+                )
             found.check()
             self._completed[id(plan)] = plan, found
         return self._completed[id(plan)][1]
-
-    def _lack_of_memory(self, plan: Plan) -> str:
-        values = [self.whole.values[stay.value] for stay in plan.schedule.stays if stay.value in self.bound_values]
-        largest = max(values, key=lambda value: value.bytes)
-        return (
-            f"`save` keeps {len(values)} tensors on the host, the largest of them {largest.name} "
-            f"({format_bytes(largest.bytes)}): they need {format_bytes(plan.host_bytes)} there, and host_memory allows "
-            f"{format_bytes(self.host_bytes or 0)}. Raise host_memory to {plan.host_bytes}, or name fewer tensors"
-        )
 
 
 @dataclass(frozen=True)
