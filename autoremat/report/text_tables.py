@@ -12,7 +12,6 @@ from autoremat.planner.cost.durations import stalls_of
 from autoremat.planner.cost.links import PLANNED_SHARE
 from autoremat.planner.graph.op import BITS, HOST, SHARDS
 from autoremat.planner.multigraph.device_budget import NAMES
-from autoremat.planner.plans.plan import Plan
 from autoremat.report.data import FIGURES, ReportData
 from autoremat.report.decisions import ForwardValue
 from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot, remedy_for
@@ -89,23 +88,20 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.parts_after:
         parts, remedy = binding(report.parts_after), remedy_for(report.parts_after[0][0])
         rows.append(("binds the peak", f"{parts}; to lower it, {remedy}" if remedy else parts))
-    return [*rows, *figures_of_stays(report.plan)]
-
-
-def figures_of_stays(plan: Plan) -> Rows:
-    """Yields the saved tensors that are kept in other forms than on the device, by form, and what their copies do."""
+    plan, totals = report.plan, []
     forms = plan.schedule.forms(plan.graph)
-    stays, totals = [(plan.graph.values[value].bytes, form) for value, form in forms.items()], []
+    stays = [(plan.graph.values[value].bytes, form) for value, form in forms.items()]
     for name in {form.name for form in forms.values()}:
         sizes, held = zip(*((size, form.device_bytes) for size, form in stays if form.name == name), strict=True)
         noun, beside = "tensor" if len(sizes) == 1 else "tensors", f" in {format_bytes(sum(held))}" if any(held) else ""
         totals.append((-sum(sizes), f"{len(sizes)} {noun} of {format_bytes(sum(sizes))} {PLACES.get(name, name)}{beside}"))
     if totals:
-        yield "other forms", "; ".join(text for _, text in sorted(totals))
+        rows.append(("other forms", "; ".join(text for _, text in sorted(totals))))
     if moved := sum(form.host_bytes for form in forms.values()):
         at_best = format_seconds(sum(stalls_of(plan.graph, plan.schedule, 1 / PLANNED_SHARE)))
         stalls = f"stalls {at_best} at the link's whole rate, not {PLANNED_SHARE:.0%} of it"
-        yield "copies", f"{format_bytes(moved)} to the host and back in a call; {stalls}"
+        rows.append(("copies", f"{format_bytes(moved)} to the host and back in a call; {stalls}"))
+    return rows
 
 
 def figure_text(name: str, value: object) -> str:

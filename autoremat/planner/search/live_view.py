@@ -125,10 +125,6 @@ class LiveView:
         found = [n for n in live if size[n] and may[value[n]] and uses[n] and uses[n][-1] > execution]
         return sorted(found, key=lambda number: (-size[number], number))
 
-    def use(self, number: int, place: int) -> None:
-        if place not in self.uses[number]:
-            self.uses[number] = sorted((*self.uses[number], place))
-
     def divide(self, number: int, place: int) -> None:
         """Divides a range: from execution ``place`` on, another one takes its place."""
         uses = self.uses[number]

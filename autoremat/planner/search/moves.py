@@ -148,7 +148,7 @@ class Drops:
             for value in self.graph.forward_reads[op]:
                 newest = view.newest(value, place)
                 if self.graph.makers[value] not in ops and newest >= 0:
-                    view.use(newest, place)
+                    view.uses[newest] = sorted({*view.uses[newest], place})
                     self._known.pop(newest, None)
 
 
