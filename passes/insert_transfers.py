@@ -40,17 +40,28 @@ FORWARD, BACKWARD = "must_be_in_forward", "must_be_in_backward"
 aten, prims, collectives = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
 
+@dataclass(frozen=True)
 class FormNodes:
-    """Creates the nodes of a form at the insertion point of the graph: ``begin_store`` and ``begin_load``, and here their ends.
+    """Creates the nodes of a stay at the insertion point: ``begin_store`` and ``begin_load``, and here their ends."""
 
-    ``holder`` is the node that holds the value.
-    """
+    stay: Stay
+    form: Form
+    holder: fx.Node
+    """The node that holds the value in the forward."""
 
-    def end_store(self, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
+    def call(self, half: str, suffix: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        """Returns a new call, which runs in ``half`` of the step."""
+        node = make(self.holder, target, arguments, keywords, suffix)
+        for of_the_holder in (OP, "recompute", "saved_tensor_with_no_vc_check"):
+            node.meta.pop(of_the_holder, None)
+        node.meta["partitioner_tag"] = half
+        return node
+
+    def end_store(self, begun: fx.Node, half: str) -> fx.Node:
         """Returns the node that keeps the value, once the store is complete. ``half`` is where it ends."""
         return begun
 
-    def end_load(self, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
+    def end_load(self, begun: fx.Node, stored: fx.Node) -> fx.Node:
         """Returns the node that the backward reads, once the load is complete."""
         return begun
 
@@ -58,57 +69,55 @@ class FormNodes:
 class OnHost(FormNodes):
     """A copy in the host's memory. See :mod:`autoremat.host_memory.ops`."""
 
-    def begin_store(self, holder: fx.Node, form: Form) -> fx.Node:
-        return _call(holder, FORWARD, "to_host", ops.copy_to_host, holder, form.host_bytes)
+    def begin_store(self) -> fx.Node:
+        return self.call(FORWARD, "to_host", ops.copy_to_host, self.holder, self.form.host_bytes)
 
-    def end_store(self, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
-        return _call(holder, half, "on_host", ops.wait_for_copy_to_host, begun, holder)
+    def end_store(self, begun: fx.Node, half: str) -> fx.Node:
+        return self.call(half, "on_host", ops.wait_for_copy_to_host, begun, self.holder)
 
-    def begin_load(self, holder: fx.Node, stored: fx.Node) -> fx.Node:
-        device = holder.meta["val"].device
-        return _call(holder, BACKWARD, "from_host", ops.copy_from_host, stored, device)
+    def begin_load(self, stored: fx.Node) -> fx.Node:
+        return self.call(BACKWARD, "from_host", ops.copy_from_host, stored, self.holder.meta["val"].device)
 
-    def end_load(self, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
-        return _call(holder, BACKWARD, "loaded", ops.wait_for_copy_from_host, begun, stored)
+    def end_load(self, begun: fx.Node, stored: fx.Node) -> fx.Node:
+        return self.call(BACKWARD, "loaded", ops.wait_for_copy_from_host, begun, stored)
 
 
 class AsBits(FormNodes):
     """Eight booleans in each byte, in the sequence of the value's memory. The calls that pack and unpack are like others."""
 
-    def begin_store(self, holder: fx.Node, form: Form) -> fx.Node:
-        call, size = partial(_call, holder, FORWARD, "bits"), _size(holder, form)
-        flat = _flattened(call, holder)
-        bytes_ = call(prims.convert_element_type.default, flat, torch.uint8)
+    def begin_store(self) -> fx.Node:
+        call, size = partial(self.call, FORWARD, "bits"), _size(self.holder, self.form)
+        bytes_ = call(prims.convert_element_type.default, _flattened(call, self.holder), torch.uint8)
         rows = call(aten.view.default, call(aten.constant_pad_nd.default, bytes_, [0, -size % 8]), [-1, 8])
-        shifted = call(aten.bitwise_left_shift.Tensor, rows, _positions(call, holder))
+        shifted = call(aten.bitwise_left_shift.Tensor, rows, _positions(call, self.holder))
         return call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8)  # any other type is that of a copy
 
-    def begin_load(self, holder: fx.Node, stored: fx.Node) -> fx.Node:
-        call, value = partial(_call, holder, BACKWARD, "loaded"), holder.meta["val"]
-        rows = call(aten.bitwise_right_shift.Tensor, call(aten.unsqueeze.default, stored, 1), _positions(call, holder))
+    def begin_load(self, stored: fx.Node) -> fx.Node:
+        call, value = partial(self.call, BACKWARD, "loaded"), self.holder.meta["val"]
+        rows = call(aten.bitwise_right_shift.Tensor, call(aten.unsqueeze.default, stored, 1), _positions(call, self.holder))
         flat = call(aten.view.default, call(aten.bitwise_and.Scalar, rows, 1), [-1])
         bits = call(prims.convert_element_type.default, call(aten.slice.Tensor, flat, 0, 0, value.numel()), torch.bool)
-        return _unflattened(call, bits, holder)
+        return _unflattened(call, bits, self.holder)
 
 
 class AsShards(FormNodes):
     """This rank's part of the value's memory, in the sequence of the ranks of a group. They gather the parts together."""
 
-    def begin_store(self, holder: fx.Node, form: Form) -> fx.Node:
-        call, size = partial(_call, holder, FORWARD, "shard"), _size(holder, form)
-        part = size // len(form.ranks)
-        before = part * process_groups.position_in(holder.meta[GATHERED_OVER])
+    def begin_store(self) -> fx.Node:
+        call, size = partial(self.call, FORWARD, "shard"), _size(self.holder, self.form)
+        part = size // len(self.form.ranks)
+        before = part * process_groups.position_in(self.holder.meta[GATHERED_OVER])
         # Inductor would take the copy of a slice for a part of the whole, which then stays live. It crops by a copy.
-        return call(aten.constant_pad_nd.default, _flattened(call, holder), [-before, before + part - size])
+        return call(aten.constant_pad_nd.default, _flattened(call, self.holder), [-before, before + part - size])
 
-    def begin_load(self, holder: fx.Node, stored: fx.Node) -> fx.Node:
-        ranks = holder.meta["val"].numel() // stored.meta["val"].numel()
-        gather, group = collectives.all_gather_into_tensor.default, holder.meta[GATHERED_OVER]
-        return _call(holder, BACKWARD, "gathered", gather, stored, ranks, group)
+    def begin_load(self, stored: fx.Node) -> fx.Node:
+        ranks = self.holder.meta["val"].numel() // stored.meta["val"].numel()
+        gather, group = collectives.all_gather_into_tensor.default, self.holder.meta[GATHERED_OVER]
+        return self.call(BACKWARD, "gathered", gather, stored, ranks, group)
 
-    def end_load(self, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
-        call = partial(_call, holder, BACKWARD, "loaded")
-        return _unflattened(call, call(collectives.wait_tensor.default, begun), holder)
+    def end_load(self, begun: fx.Node, stored: fx.Node) -> fx.Node:
+        call = partial(self.call, BACKWARD, "loaded")
+        return _unflattened(call, call(collectives.wait_tensor.default, begun), self.holder)
 
 
 def _size(holder: fx.Node, form: Form) -> int:
@@ -141,34 +150,17 @@ def _positions(call: Callable[..., fx.Node], holder: fx.Node) -> fx.Node:
     return call(prims.iota.default, 8, start=0, step=1, dtype=torch.uint8, device=device, requires_grad=False)
 
 
-def _call(holder: fx.Node, half: str, suffix: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
-    node = make(holder, target, arguments, keywords, suffix)
-    for of_the_holder in (OP, "recompute", "saved_tensor_with_no_vc_check"):
-        node.meta.pop(of_the_holder, None)
-    node.meta["partitioner_tag"] = half
-    return node
+FORMS: Mapping[str, type[OnHost | AsBits | AsShards]] = {HOST: OnHost, BITS: AsBits, SHARDS: AsShards}
+"""What makes the nodes of each form, by its name."""
 
 
-FORMS: Mapping[str, OnHost | AsBits | AsShards] = {HOST: OnHost(), BITS: AsBits(), SHARDS: AsShards()}
-"""The nodes of each form, by its name."""
-
-
-@dataclass(frozen=True)
-class _Transfers:
-    stay: Stay
-    form: Form
-    nodes: OnHost | AsBits | AsShards
-    holder: fx.Node
-    """The node that holds the value in the forward."""
-
-
-def _transfers(capture: Capture, schedule: Schedule) -> list[_Transfers]:
-    found: list[_Transfers] = []
+def _transfers(capture: Capture, schedule: Schedule) -> list[OnHost | AsBits | AsShards]:
+    found: list[OnHost | AsBits | AsShards] = []
     for stay in schedule.stays:
         value, holder = capture.graph.values[stay.value], capture.value_nodes[stay.value]
         if holder is None or stay.form not in FORMS:
             raise PlanInvalid(f"{value.name} has no form {stay.form!r} that a graph can carry out: it may have {sorted(FORMS)}")
-        found.append(_Transfers(stay, value.form(stay.form), FORMS[stay.form], holder))
+        found.append(FORMS[stay.form](stay, value.form(stay.form), holder))
     return found
 
 
@@ -192,9 +184,9 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
         latest = max(latest, place[one.holder], *(place[node] for node in (call, *communication.waits_for(call))))
         with joint.graph.inserting_before(order[latest + 1]):
             if is_end:
-                begun[value] = one.nodes.end_store(one.holder, begun[value], FORWARD)
+                begun[value] = one.end_store(begun[value], FORWARD)
             else:
-                begun[value] = one.nodes.begin_store(one.holder, one.form)
+                begun[value] = one.begin_store()
     for value, node in begun.items():
         node.meta[STORED] = value
     return len(transfers)
@@ -238,14 +230,14 @@ class Loads:
         with cursor.graph.inserting_before(cursor):
             for one in self.transfers:
                 if self.border <= one.stay.free == position - 1:
-                    self.stored[one.stay.value] = one.nodes.end_store(one.holder, self.stored[one.stay.value], BACKWARD)
+                    self.stored[one.stay.value] = one.end_store(self.stored[one.stay.value], BACKWARD)
             for one in self.transfers:
                 if one.stay.load == position:
-                    self.begun[one.stay.value] = one.nodes.begin_load(one.holder, self.stored[one.stay.value])
+                    self.begun[one.stay.value] = one.begin_load(self.stored[one.stay.value])
             for one in self.transfers:
                 if one.stay.need == position:
                     value = one.stay.value
-                    complete[value] = one.nodes.end_load(one.holder, self.begun[value], self.stored[value])
+                    complete[value] = one.end_load(self.begun[value], self.stored[value])
         return complete
 
 

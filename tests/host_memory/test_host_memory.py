@@ -161,10 +161,7 @@ def test_a_store_that_does_not_happen_is_an_error(step):
 
 
 def test_a_load_that_a_pass_drops_is_an_error(step):
-    unchanged = {
-        "begin_load": lambda self, holder, stored: stored,
-        "end_load": lambda self, holder, begun, stored: begun,
-    }
+    unchanged = {"begin_load": lambda self, stored: stored, "end_load": lambda self, begun, stored: begun}
     with mock.patch.multiple(OnHost, **unchanged):
         loss = step(X)
         with pytest.raises(
