@@ -29,7 +29,7 @@ from autoremat.host_memory import ops
 from autoremat.passes.building import make
 from autoremat.planner.graph.op import BITS, HOST, SHARDS, Form
 from autoremat.planner.graph.schedule import Schedule, Stay
-from autoremat.torch_private import process_groups
+from autoremat.torch_private import joint_graphs, process_groups
 from autoremat.torch_private.inductor_lowering import OP
 
 STORED = "autoremat_stored_value"
@@ -195,20 +195,12 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
 def _gather_forward(capture: Capture, holders: list[fx.Node]) -> None:
     """Moves what the forward runs, and ``holders``, before the backward: ops that write to inputs are traced later."""
     begin = next(iter(capture.op_nodes[capture.graph.num_forward :]), capture.joint.graph.output_node())
-    late = set(itertools.takewhile(lambda node: node is not begin, reversed(capture.joint.graph.nodes)))
-
-    def move(node: fx.Node) -> None:
-        if node in late:
-            late.remove(node)
-            for operand in node.all_input_nodes:
-                move(operand)
+    calls = [node for call in capture.op_nodes[: capture.graph.num_forward] for node in (call, *communication.waits_for(call))]
+    needed = joint_graphs.needed_for([*calls, *holders])
+    late = list(itertools.takewhile(lambda node: node is not begin, reversed(capture.joint.graph.nodes)))
+    for node in reversed(late):
+        if node in needed:
             begin.prepend(node)
-
-    for call in capture.op_nodes[: capture.graph.num_forward]:
-        for node in (call, *communication.waits_for(call)):
-            move(node)
-    for holder in holders:
-        move(holder)
 
 
 class Loads:

@@ -10,7 +10,7 @@ pure also begins the backward, if it follows the forward's last op.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -127,15 +127,8 @@ def _is_backward(builder: Builder, required: set[fx.Node]) -> dict[fx.Node, bool
 
 def _required_in_forward(builder: Builder) -> set[fx.Node]:
     outputs, _ = joint_graphs.joint_outputs(builder.joint, builder.num_fwd_outputs)
-    stack = [n for n in outputs if isinstance(n, fx.Node) and not joint_graphs.must_be_in_backward(n)]
-    stack += [n for n in builder.calls if _pins(n)]
-    seen = set(stack)
-    while stack:
-        for argument in stack.pop().all_input_nodes:
-            if argument not in seen:
-                seen.add(argument)
-                stack.append(argument)
-    return seen
+    returned = [n for n in outputs if isinstance(n, fx.Node) and not joint_graphs.must_be_in_backward(n)]
+    return joint_graphs.needed_for([*returned, *filter(_pins, builder.calls)])
 
 
 def _pins(node: fx.Node) -> bool:
@@ -160,12 +153,6 @@ def _read_again(builder: Builder, node: fx.Node) -> set[int]:
     readers = (reader for reader, read in builder.reads.items() if not moved.isdisjoint(read))
     is_free = all(joint_graphs.must_be_in_forward(reader) for reader in readers)
     return set(builder.reads[node]) - (averages if is_free else set())
-
-
-def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
-    """Returns the names that the model gives to results, by op."""
-    last = {names(node)[0]: node for node in calls}
-    return {node: names(node)[1] for call, node in last.items() if call}
 
 
 def _op(
@@ -216,10 +203,6 @@ def _in_place(builder: Builder, node: fx.Node) -> tuple[int, ...]:
     return tuple(found)
 
 
-PRICES = Prices()
-"""Those of data sheets."""
-
-
 def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
     """Returns the type of the planned device: CUDA if a card is named, else the type of the device of the trace."""
     return device_of_joint(joint).type if cuda_name is None else "cuda"
@@ -231,7 +214,7 @@ def capture(
     fuses: bool,
     cuda_name: str | None = None,
     may_repeat_collectives: bool = False,
-    prices: Prices = PRICES,
+    prices: Prices | None = None,
 ) -> Capture:
     """Returns the priced graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
 
@@ -247,7 +230,7 @@ def capture(
     backward = _is_backward(builder, required)
     ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
     number = {node: index for index, node in enumerate(ordered)}
-    pricer = Pricer(prices, device, device_rates(device, cuda_name), fuses)
+    pricer = Pricer(prices or Prices(), device, device_rates(device, cuda_name), fuses)
     runs_on = runs_on_type(joint, cuda_name)
     overwritten = _overwritten_inputs(builder)
 
@@ -256,7 +239,8 @@ def capture(
         return tuple(dict.fromkeys(v for v in held if builder.values[v].role is Role.COMPUTED))
 
     forward_outputs, backward_outputs = joint_graphs.joint_outputs(joint, num_fwd_outputs)
-    named = _named(node for node in ordered if not backward[node])
+    last = {names(node)[0]: node for node in ordered if not backward[node]}  # by the model's call
+    named = {node: names(node)[1] for call, node in last.items() if call}
     ops = []
     with one_graph():
         for node in ordered:

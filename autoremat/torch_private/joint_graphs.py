@@ -65,11 +65,15 @@ def prepare_joint(
     collectives, effects and mutations. Collectives that ``may_repeat`` keep the tags of the model.
     """
     joint.graph.eliminate_dead_code()
-    for node in _needed_for(joint_outputs(joint, num_fwd_outputs)[0]):
+    returned, gradients = joint_outputs(joint, num_fwd_outputs)
+    for node in needed_for(returned):
         if is_traced_in_backward(node):  # Inductor's chunker computes gradients in the forward: its chunks need them there
             node.meta["partitioner_tag"] = "is_forward"
     if functorch_config.cse:
-        joint.graph = _without_common_subexpressions(joint, num_fwd_outputs)
+        merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
+        # A call of the forward is not merged with one that the backward needs: a model may not want it saved.
+        key = resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)")
+        joint.graph = merge(joint.graph, **({key: needed_for(gradients).__contains__} if key else {}))
     _run_effects_once(joint)
     if partitioners.has_recomputable_ops(joint):
         joint = partitioners.cleanup_recompute_tags(joint, is_default_partition=False)
@@ -87,16 +91,8 @@ def prepare_joint(
     return joint
 
 
-def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph:
-    """Since torch 2.14, a call of the forward is not merged with one that the backward needs: a model may not want it saved."""
-    merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
-    if resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)") is None:
-        return merge(joint.graph)
-    _, gradients = joint_outputs(joint, num_fwd_outputs)
-    return merge(joint.graph, extra_node_key=_needed_for(gradients).__contains__)
-
-
-def _needed_for(outputs: Sequence[Any]) -> set[fx.Node]:
+def needed_for(outputs: Sequence[Any]) -> set[fx.Node]:
+    """Returns the nodes that ``outputs`` are or follow from."""
     stack = [node for node in outputs if isinstance(node, fx.Node)]
     needed: set[fx.Node] = set()
     while stack:
@@ -157,8 +153,7 @@ def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object
 
 def joint_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
     """Returns the nodes (or constants) that the forward returns, and those that the backward returns."""
-    (output,) = joint.graph.find_nodes(op="output")
-    outputs = torch.utils._pytree.arg_tree_leaves(*output.args)
+    outputs = torch.utils._pytree.arg_tree_leaves(*joint.graph.output_node().args)
     return outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
 
 
@@ -168,9 +163,7 @@ def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
     AOTAutograd copies the new values into these inputs after the forward. A backward that reads such an input reads the new
     value.
     """
-
-    (output,) = joint.graph.find_nodes(op="output")
-    described = map(_unwrapped, output.meta.get("desc", ()))
+    described = map(_unwrapped, joint.graph.output_node().meta.get("desc", ()))
     written = {_unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
     inputs: list[fx.Node] = joint.graph.find_nodes(op="placeholder")
     return [node for node in inputs if _unwrapped(node.meta.get("desc")) in written]
@@ -198,7 +191,7 @@ class Ends:
 
 def ends_of(joint: fx.GraphModule, num_fwd_outputs: int) -> Ends:
     """Returns the nodes at the ends of ``joint``."""
-    (output,) = joint.graph.find_nodes(op="output")
+    output = joint.graph.output_node()
     nodes = torch.utils._pytree.arg_tree_leaves(*output.args)
     described = list(zip(nodes, output.meta.get("desc", ()), strict=False))
     plain_input, plain_output = descriptors.PlainAOTInput, descriptors.PlainAOTOutput
