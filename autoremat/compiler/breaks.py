@@ -138,7 +138,7 @@ def _gave_up(given: GivenUp) -> None:
         return
     frames.reasons.note(given.code, f"{reason}{place}")
     asked = _asked(given.compiler)
-    is_within = any(code in _told for code in frames.calling()) and not full.startswith(frames.LIMIT)
+    is_within = any(frame.f_code in _told for frame in frames.calling()) and not full.startswith(frames.LIMIT)
     # A warning told of the same line, or of the function of a helper such as a generator.
     is_told = is_within and (not given.line or given.line in _told.values() or given.code.co_name in COMPREHENSIONS)
     if not asked or RECEIVER.get() is not None or is_told or not given.trains:

@@ -6,9 +6,11 @@ A frame that Dynamo gives up runs uncompiled, and no backend hears of it.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,9 +109,9 @@ def _computes(code: CodeType, why_skipped: str) -> bool:
     if LISTED not in why_skipped or code.co_name != "forward" or "/torch/nn/modules/" not in file or "container" in file:
         return False
     for caller in calling():
-        if caller.co_name in ("compile_wrapper", "_fn"):
+        if caller.f_code.co_name in ("compile_wrapper", "_fn"):
             return True
-        if not is_library(caller.co_filename):
+        if not is_library(caller.f_code.co_filename):
             return False
     return False
 
@@ -205,12 +207,9 @@ def frame_in_work() -> tuple[CodeType, Compiler] | None:
     return (found[-1][0], Compiler.of(found[-1][1])) if found else None
 
 
-def calling() -> Iterator[CodeType]:
-    """Yields the code of all functions that run in this thread, innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
+def calling() -> Iterator[FrameType]:
+    """Returns the frames of all functions that run in this thread, innermost first."""
+    return (frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
 def function_of(code: CodeType) -> tuple[str, str]:
@@ -219,14 +218,13 @@ def function_of(code: CodeType) -> tuple[str, str]:
 
 
 def above_dynamo() -> Iterator[FrameType]:
-    """Yields the innermost frame in which Dynamo compiles another, then those that called it."""
-    frame, passed = inspect.currentframe(), False
-    while frame is not None:
+    """Returns the innermost frame in which Dynamo compiles another, then those that called it."""
+
+    def is_below(frame: FrameType) -> bool:
         file = frame.f_code.co_filename.replace("\\", "/")
-        passed = passed or (frame.f_code.co_name == "_compile" and file.endswith("_dynamo/convert_frame.py"))
-        if passed:
-            yield frame
-        frame = frame.f_back
+        return frame.f_code.co_name != "_compile" or not file.endswith("_dynamo/convert_frame.py")
+
+    return itertools.dropwhile(is_below, calling())
 
 
 def _requires_gradient(value: Any, deep: int, left: list[int]) -> bool:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, count
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -166,7 +165,7 @@ OPENS, CLOSES, SPLITS = "F", ("B", "W"), ("I", "W")
 
 def infers_metadata() -> bool:
     """Returns True if a stage runs only to learn the shapes of its results, before the first micro-batch."""
-    return STAGES in sys.modules and any(code.co_name == METADATA_INFERENCE for code in calling())
+    return STAGES in sys.modules and any(frame.f_code.co_name == METADATA_INFERENCE for frame in calling())
 
 
 def in_flight(schedule: Any, stage_index: int) -> int:
@@ -193,18 +192,13 @@ def in_flight(schedule: Any, stage_index: int) -> int:
     index, stages = as_int(stage_index), int(schedule._num_stages)
     if index is None or not 0 <= index < stages:
         raise refused("stage_index", stage_index, f"0 to {stages - 1}, the stages of the schedule")
-    return _most_open(schedule, index, schedules)
-
-
-def _most_open(schedule: Any, stage: int, schedules: ModuleType) -> int:
-    """Returns the most calls of ``stage`` that are open at once. Torch runs schedules of a single stage by these formulas."""
     microbatches = int(schedule._n_microbatches)
-    if isinstance(schedule, schedules.Schedule1F1B):
-        return min(microbatches, int(schedule._num_stages) - stage)
+    if isinstance(schedule, schedules.Schedule1F1B):  # torch runs schedules of a single stage by these formulas
+        return min(microbatches, stages - index)
     if isinstance(schedule, schedules._ScheduleForwardOnly):
         return 1
     # Without a list of actions, as in a subclass of a user's own, all calls may be open at once. GPipe's are.
-    changes = ((kind == OPENS) - (kind in CLOSES) for of, kind in _actions(schedule) if of == stage)
+    changes = ((kind == OPENS) - (kind in CLOSES) for of, kind in _actions(schedule) if of == index)
     return max(accumulate(changes), default=0) or microbatches
 
 
