@@ -196,11 +196,7 @@ def _compile_request(problem: Problem, around: Surroundings) -> Compiled:
     raise AssertionError("the present sizes are the last ones")
 
 
-Sizes = Mapping[DynamicSize, int]
-"""For each dynamic size, the largest value that a plan holds for."""
-
-
-def sizes_to_plan_for(inputs: Sequence[Any], limits: RequestedLimits) -> tuple[Sizes, ...]:
+def sizes_to_plan_for(inputs: Sequence[Any], limits: RequestedLimits) -> tuple[Mapping[DynamicSize, int], ...]:
     """Returns the sizes to try in turn: those up to a power of two, then the present ones. They are empty without a choice.
 
     The size of each tensor counts as its maximum over all sizes up to the limits. The remainder of a buffer behind a tensor
@@ -281,12 +277,6 @@ def _tell(report: Report, request: Request, excuse: str) -> None:
         )
 
 
-class _Running(threading.local):
-    """The counts of this thread when the backward began that it runs."""
-
-    from_host_bytes = replaced = 0
-
-
 class TransferCheck:
     """Compares the bytes that each half of a call moves between the device and the host with the ``planned`` ones.
 
@@ -296,7 +286,7 @@ class TransferCheck:
 
     def __init__(self, compiled: Compiled, planned: int) -> None:
         self.compiled, self.planned = compiled, planned
-        self._running = _Running()
+        self._running = threading.local()  # the counts of this thread when the backward began that it runs
 
     def __call__(self, *args: Any) -> Any:
         """Returns the outputs of the graph. Raises ``TransferError`` if the forward moves other bytes than planned."""
