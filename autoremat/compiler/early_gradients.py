@@ -180,7 +180,13 @@ def divided(module: fx.GraphModule, inputs: Sequence[Any], device_type: str, cou
     There are fewer parts than ``count`` if there are fewer places to cut, and one if there is none.
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    arrived = list(accumulate(_arriving_bytes(module, inputs, nodes, device_type)))
+    number = {node: i for i, node in enumerate(nodes)}
+    arriving = [0] * len(nodes)  # bytes of parameters that the node is the first to read
+    for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        readers = [number[user] for user in node.users if user in number]
+        if readers and _is_trained(tensor):
+            arriving[min(readers)] += storage_bytes(tensor, device_type)
+    arrived = list(accumulate(arriving))
     crossing = _crossing_bytes(module, nodes, device_type)
     whole = arrived[-1] if arrived else 0
     # A cut before node ``i`` leaves ``arrived[i - 1]`` bytes of parameters to the parts before it.
@@ -192,22 +198,11 @@ def divided(module: fx.GraphModule, inputs: Sequence[Any], device_type: str, cou
         return (True, miss, size) if is_far else (False, size, miss)
 
     cuts: dict[int, int] = {}
-    for number in range(1, count) if allowed else ():
-        place = min(allowed, key=lambda i: rank(i, number * whole / count))
+    for part in range(1, count) if allowed else ():
+        place = min(allowed, key=lambda i: rank(i, part * whole / count))
         cuts.setdefault(arrived[place - 1], place)
     places = sorted(cuts.values())
     return {node: bisect_right(places, i) for i, node in enumerate(nodes)}
-
-
-def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str) -> list[int]:
-    """Returns, for each of ``nodes``, the bytes of the parameters that it is the first to read and that require gradients."""
-    place = {node: i for i, node in enumerate(nodes)}
-    arriving = [0] * len(nodes)
-    for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        readers = [place[user] for user in node.users if user in place]
-        if readers and isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-            arriving[min(readers)] += storage_bytes(tensor, device_type)
-    return arriving
 
 
 def _crossing_bytes(module: fx.GraphModule, nodes: Sequence[fx.Node], device_type: str) -> list[int | None]:
@@ -290,27 +285,20 @@ def _acts(node: fx.Node, inputs: frozenset[int], storages: set[int]) -> bool:
         return True
     if isinstance(node.target, OPS) and node.is_impure(impure_random=False):
         return True
-    if any(_has_effects(body.graph) for body in higher_order.bodies(node)):
+    needed = (one for body in higher_order.bodies(node) for one in live_nodes(body.graph, returns=False))
+    if any(one.op != "placeholder" and getattr(one.target, "__name__", "") not in MODES for one in needed):
         return True
     if any(name in getattr(node.target, "__name__", str(node.target)) for name in RUNNING_STATISTICS):
-        return not inputs.isdisjoint(_storages(n for n in node.all_input_nodes if not _requires_gradient(n)))
+        trained = {n for n in node.all_input_nodes for one in _results(n) if getattr(one, "requires_grad", False)}
+        return not inputs.isdisjoint(_storages(n for n in node.all_input_nodes if n not in trained))
     changed = _storages(node.all_input_nodes, changed=True)
     return not (changed & inputs).isdisjoint(storages) or not (changed & _storages([node])).isdisjoint(storages)
-
-
-def _has_effects(body: fx.Graph) -> bool:
-    needed = (node for node in live_nodes(body, returns=False) if node.op != "placeholder")
-    return any(getattr(node.target, "__name__", "") not in MODES for node in needed)
 
 
 def _results(node: fx.Node) -> list[Any]:
     """Returns the tensors and numbers that a node of a captured graph makes."""
     value = node.meta.get("example_value")
     return [one for one in torch.utils._pytree.tree_leaves(value) if one is not None]
-
-
-def _requires_gradient(node: fx.Node) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in _results(node))
 
 
 def _storages(nodes: Iterable[fx.Node], changed: bool = False) -> set[int]:
