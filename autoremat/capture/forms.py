@@ -46,18 +46,16 @@ def with_forms(
     """
     graph, unit = captured.graph, captured.device.allocation_bytes
     values = list(graph.values)
-    for number, node in _storable(captured):
+    held = {*graph.forward_outputs, *graph.backward_outputs, *written_values(captured.op_nodes, captured.aliases)}
+    for number in graph.forward_values:
+        node, is_large = captured.value_nodes[number], values[number].bytes >= settings.least_form_bytes
+        if number in held or not is_large or node is None or not _is_whole(node.meta.get("val")):
+            continue
         forms = [*_forms_of(values[number], node, graph, unit, link)]
         if links is not None and replicated is not None:
             forms += _shards(node, captured, replicated.get(node, ()), links)
         values[number] = replace(values[number], forms=tuple(form for form in forms if form.name in names))
     return replace(captured, graph=replace(graph, values=tuple(values)))
-
-
-def without_shards(captured: Capture) -> Capture:
-    """Returns ``captured``, whose values have no form as shards."""
-    values = (replace(one, forms=tuple(f for f in one.forms if f.name != SHARDS)) for one in captured.graph.values)
-    return replace(captured, graph=replace(captured.graph, values=tuple(values)))
 
 
 def groups_of_shards(captured: Capture) -> tuple[str, ...]:
@@ -67,28 +65,14 @@ def groups_of_shards(captured: Capture) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _storable(captured: Capture) -> Iterator[tuple[int, fx.Node]]:
-    """Yields the values that may have forms, each with the node that holds it."""
-    graph = captured.graph
-    held = {*graph.forward_outputs, *graph.backward_outputs, *written_values(captured.op_nodes, captured.aliases)}
-    for number in graph.forward_values:
-        node = captured.value_nodes[number]
-        is_large = graph.values[number].bytes >= settings.least_form_bytes
-        if is_large and number not in held and node is not None and _is_whole(node.meta.get("val")):
-            yield number, node
-
-
 def _is_whole(tensor: object) -> bool:
     """Returns True for a dense tensor that is its whole storage, at the largest planned sizes."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return False
     shape, strides = ([most(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
-    return most(tensor.untyped_storage().nbytes()) == tensor_bytes(tensor) and _fills(shape, strides)
-
-
-def _fills(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Returns True if the elements of a tensor lie next to one another, in any sequence of its dimensions."""
-    expected = 1
+    if most(tensor.untyped_storage().nbytes()) != tensor_bytes(tensor):
+        return False
+    expected = 1  # the elements lie next to one another, in any sequence of the dimensions
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != expected:
             return False

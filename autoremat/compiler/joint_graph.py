@@ -17,7 +17,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, device_of_joint, runs_on_type
 from autoremat.capture.communication import fingerprint, group_of, replicated_nodes
-from autoremat.capture.forms import groups_of_shards, with_forms, without_shards
+from autoremat.capture.forms import groups_of_shards, with_forms
 from autoremat.capture.pricing import ROOFLINE, Prices
 from autoremat.compiler.problem import Problem
 from autoremat.measure.calibration import host_link_of
@@ -30,7 +30,6 @@ from autoremat.planner.graph.op import BITS, HOST, SHARDS, Role, Trait
 from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.plans.limits import Share
 from autoremat.planner.settings import settings
-from autoremat.request.request import Request
 from autoremat.torch_private import compilers, higher_order, joint_graphs, process_groups
 from autoremat.torch_private.autograd import retraces_backwards
 from autoremat.torch_private.symbolic_sizes import UNKNOWN_SIZE, data_dependent_sizes
@@ -109,7 +108,8 @@ class PricedGraph:
         unused = self.unused_forms
         if groups_of_shards(self.captured):
             unused += (f"store={SHARDS!r} has no effect on a graph: {why}",)
-        captured = without_shards(replace(self.captured, graph=replace(self.graph, ops=ops)))
+        values = tuple(replace(one, forms=tuple(f for f in one.forms if f.name != SHARDS)) for one in self.graph.values)
+        captured = replace(self.captured, graph=replace(self.graph, ops=ops, values=values))
         return replace(self, captured=captured, unused_forms=unused)
 
     def name_planning(self) -> None:
@@ -236,24 +236,19 @@ def with_allowed_forms(captured: Capture, problem: Problem, gathers: Links) -> t
     if not possible:
         return captured, ()
     now("listing the forms of saved tensors")
-    if setting := refused_setting(captured):
-        said = f"the code cannot carry out under {setting} what it takes"
-        return captured, _unused(captured, request, dict.fromkeys((HOST, BITS, SHARDS), said))
     why = dict[str, str]()
-    if HOST in possible:
-        device = device_of_joint(captured.joint)
-        link = link or (assumed_host_link(card) if card else host_link_of(device, request.options.cost_model != ROOFLINE))
-        if link is None:
-            why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
-    if SHARDS in possible and not problem.may_repeat_collectives:
-        why[SHARDS] = "its ranks plan apart, and only those that follow one plan can gather together"
-    replicated = replicated_nodes(captured.joint.graph) if SHARDS in possible else {}
-    captured = with_forms(captured, possible, link, replicated, gathers if problem.may_repeat_collectives else None)
-    return captured, _unused(captured, request, why)
-
-
-def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[str, ...]:
-    """Returns the options whose forms no value of the graph has, each with the reason ``why``, or with the usual one."""
+    if setting := refused_setting(captured):
+        why = dict.fromkeys((HOST, BITS, SHARDS), f"the code cannot carry out under {setting} what it takes")
+    else:
+        if HOST in possible:
+            device = device_of_joint(captured.joint)
+            link = link or (assumed_host_link(card) if card else host_link_of(device, request.options.cost_model != ROOFLINE))
+            if link is None:
+                why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
+        if SHARDS in possible and not problem.may_repeat_collectives:
+            why[SHARDS] = "its ranks plan apart, and only those that follow one plan can gather together"
+        replicated = replicated_nodes(captured.joint.graph) if SHARDS in possible else {}
+        captured = with_forms(captured, possible, link, replicated, gathers if problem.may_repeat_collectives else None)
     least, found = format_bytes(settings.least_form_bytes), {form.name for v in captured.graph.values for form in v.forms}
     store = request.options.store or ()
     options = {HOST: "host_memory"} | {name: f"store={name!r}" for name in (BITS, SHARDS) if name in store}
@@ -264,7 +259,7 @@ def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[s
         "them: results of an all-reduce are, and what follows from these alone, element by element",
     }
     unused = [name for name in options if name in request.forms and name not in found]
-    return tuple(f"{options[name]} has no effect on a graph: {why.get(name, usual[name])}" for name in unused)
+    return captured, tuple(f"{options[name]} has no effect on a graph: {why.get(name, usual[name])}" for name in unused)
 
 
 def refused_setting(captured: Capture) -> str:
