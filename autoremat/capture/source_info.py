@@ -96,27 +96,23 @@ def take_names(gm: fx.GraphModule) -> None:
     """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule) and any(_gives_name(node) for node in module.graph.nodes):
-            _take_from(module)
+            makers: dict[int | None, fx.Node] = {}
+            for node in list(module.graph.nodes):
+                if _gives_name(node):
+                    given: dict[str, Any] = {**dict(zip(("tensor", "name"), node.args, strict=False)), **node.kwargs}
+                    tensor = given["tensor"]
+                    maker = makers.get(_storage(tensor), tensor)
+                    _, earlier = names(maker)
+                    maker.meta["custom"] = {**maker.meta.get("custom", {}), NAMES: (maker.name, (*earlier, given["name"]))}
+                    node.replace_all_uses_with(tensor)
+                    module.graph.erase_node(node)
+                elif _storage(node) is not None:
+                    makers.setdefault(_storage(node), node)
             module.recompile()
 
 
 def _gives_name(node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target) in ("autoremat.named", "autoremat.named.default")
-
-
-def _take_from(module: fx.GraphModule) -> None:
-    makers: dict[int | None, fx.Node] = {}
-    for node in list(module.graph.nodes):
-        if _gives_name(node):
-            given: dict[str, Any] = {**dict(zip(("tensor", "name"), node.args, strict=False)), **node.kwargs}
-            tensor = given["tensor"]
-            maker = makers.get(_storage(tensor), tensor)
-            _, earlier = names(maker)
-            maker.meta["custom"] = {**maker.meta.get("custom", {}), NAMES: (maker.name, (*earlier, given["name"]))}
-            node.replace_all_uses_with(tensor)
-            module.graph.erase_node(node)
-        elif _storage(node) is not None:
-            makers.setdefault(_storage(node), node)
 
 
 def _storage(node: fx.Node) -> int | None:
@@ -133,7 +129,7 @@ def identity(gm: fx.GraphModule) -> str:
 
 def beside_the_loss(module: fx.GraphModule) -> tuple[str, int]:
     """Returns what Dynamo's graph returns beside a scalar loss, in a sentence with advice, and its bytes; "", 0 for nothing."""
-    (returned,) = next(node for node in module.graph.nodes if node.op == "output").args
+    returned: Any = module.graph.output_node().args[0]
     tensors = {node: node.meta.get("example_value") for node in returned if isinstance(node, fx.Node)}
     found = {node: tensor for node, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
     sizes = {node: size_hint(tensor.numel()) * tensor.element_size() for node, tensor in found.items() if tensor.dim()}
@@ -171,15 +167,13 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
     lines = []
     for node in gm.graph.nodes:
-        target = "" if node.op in ("placeholder", "output", "get_attr") else _name(node.target)
+        target: Any = "" if node.op in ("placeholder", "output", "get_attr") else node.target
+        if not isinstance(target, str):
+            target = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
         lines.append(f"{node.op} {target} {arguments if node.op != 'placeholder' else ''}")
     lines += map(_sizes_and_type, inputs)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _name(target: Any) -> str:
-    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 
 def _sizes_and_type(value: Any) -> str:
