@@ -116,10 +116,13 @@ def request_in_split(problem: Problem, around: Surroundings) -> SplitRequest:
 
     Raises ``BudgetInfeasible`` if the parts do not fit together, and ``OptionsError`` for a budget of time.
     """
-    request = problem.request
-    split = _split_of(request)
+    request, limits = problem.request, problem.request.limits
+    is_apart = not limits.bounds_peak or limits.step_share is not None or limits.takes_whole_reference or request.options.plan
+    split = None if is_apart else split_graphs.current_split()
     if split is None:
         return SplitRequest(request)
+    words = _words_of(split)
+    limits.refuse_beside_peak(f"a graph in {words.parts} ({words.whole} compiles it as one)")
     # Also within a broken function, they fit by themselves.
     request = Request.of(request.options, request.limits, request.calls)
     if split.number == 0:  # later parts are not known as graphs any more
@@ -153,18 +156,6 @@ def _advice_of(split: Split) -> str:
         f"the figures are those of the {split.count} {words.parts} together. {words.whole} compiles them as one graph, which "
         f"shares memory better and {words.loss}; {more}"
     )
-
-
-def _split_of(request: Request) -> Split | None:
-    """Returns the split whose part is compiled now; None if its parts need no common budget."""
-    limits = request.limits
-    if not limits.bounds_peak or limits.step_share is not None or limits.takes_whole_reference:
-        return None
-    split = None if request.options.plan else split_graphs.current_split()
-    if split is not None:
-        words = _words_of(split)
-        limits.refuse_beside_peak(f"a graph in {words.parts} ({words.whole} compiles it as one)")
-    return split
 
 
 def planned_together(split: Split, request: Request, patches: Mapping[str, Any]) -> StepProfile | None:
@@ -210,8 +201,7 @@ def step_of(split: Split, request: Request, patches: Mapping[str, Any], may_repe
     parts, received, returned = split_graphs.parts_of(split)
     device = device_of_inputs(parts[0].module, [*received.values(), *returned])
     planned = [_planned(part, request, patches, may_repeat) for part in parts]
-    borders = _Borders(device.type)
-    borders.note_all(parts, [*received.values()], returned)
+    borders = _Borders(device.type, parts, [*received.values()], returned)
     hooks = split.hooks or GradientHooks()
     freed = {borders.place_of(received.get(name)) for name in hooks.freed} - {None}
     graphs = [graph for graph in planned if graph is not None]
@@ -234,13 +224,11 @@ def step_of(split: Split, request: Request, patches: Mapping[str, Any], may_repe
 class _Borders:
     """The tensors at the borders of the parts. One storage is one border."""
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.places: dict[int, int] = {}
-        self.all: list[Border] = []
-
-    def note_all(self, parts: Sequence[PartOfGraph], received: Sequence[Any], returned: Sequence[Any]) -> None:
+    def __init__(
+        self, device_type: str, parts: Sequence[PartOfGraph], received: Sequence[Any], returned: Sequence[Any]
+    ) -> None:
         """Notes what the whole graph receives, what each part receives and returns, and what the whole graph returns."""
+        self.device_type, self.places, self.all = device_type, dict[int, int](), list[Border]()
         for tensor in tensors_in(received):
             self.note(tensor, None)
         for number, part in enumerate(parts):

@@ -152,23 +152,17 @@ class _Walk(fx.Interpreter):
 
         module: Any = self.fetch_attr(str(target))
         outputs = deepcopy_to_fake_tensor(module, self.fake_mode)(*args)
-        copied, single = _with_tuple(module)
+        copied = copied_with_sources(module)
+        output: Any = copied.graph.output_node()
+        is_tuple = isinstance(output.args[0], (tuple, list))
+        single = not is_tuple or len(output.args[0]) == 1  # splitting never makes a tuple of one, so torch made this one
+        if not is_tuple:
+            output.args = ((output.args[0],),)
+            copied.recompile()
         if single and isinstance(outputs, (tuple, list)):  # torch has put a tuple around the result of the present part
             outputs = outputs[0]
         self.found.append(PartOfGraph(copied, args, (outputs,) if single else tuple(outputs)))
         return outputs
-
-
-def _with_tuple(module: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
-    """Returns a copy of ``module`` that returns a tuple, and True if callers expect a single value instead."""
-    copied = copied_with_sources(module)
-    (output,) = copied.graph.find_nodes(op="output")
-    if isinstance(output.args[0], (tuple, list)):
-        # Splitting never makes a tuple of one, so torch made this one.
-        return copied, len(output.args[0]) == 1
-    output.args = ((output.args[0],),)
-    copied.recompile()
-    return copied, True
 
 
 @contextlib.contextmanager
