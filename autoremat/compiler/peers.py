@@ -265,14 +265,30 @@ def agreed_profile(step: Step, request: Request, place: str, gathers: Gathers | 
     """Returns the profile under the limits of the request, for all ranks whose steps have the same graphs in the same order.
 
     The ranks meet at ``place``; each has a profile of its own if its graphs do not communicate. If ranks of ``gathers`` do not
-    come, the plans run each gather once.
+    come, the plans run each gather once. Otherwise each moment has the base bytes of the rank with the most, and the budgets of
+    device and host are the least of all ranks.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, the step gets the minimum
     peak found instead.
     """
     limits = request.limits
     share, device = limits.reference_share, limits.ledger
-    step, budget = _agreed_step(step, limits.bytes_for(step.reference_peak_bytes), request, place, gathers)
+    budget = limits.bytes_for(step.reference_peak_bytes)
+    kind = _hash([*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))])
+    terms = [kind, budget, step.host_bytes, [moment.base_bytes for moment in step.moments]]
+    communicates = step.communicates or gathers is not None
+    with session_at(place, request.options.agreement if communicates else "off") as session:
+        found = {} if session is None else session.exchange("profile", terms)
+    alike = {rank: own for rank, (other, *own) in found.items() if other == kind}
+    if gathers is not None and not gathers.ranks <= alike.keys():
+        step = gathers.run_once()
+    elif alike:
+        budgets, hosts, bases = zip(*alike.values(), strict=True)
+        moments = zip(step.moments, map(max, zip(*bases, strict=True)), strict=True)
+        most = tuple(replace(moment, base_bytes=base) for moment, base in moments)
+        host = min(one or 0 for one in hosts) if any(one is not None for one in hosts) else None
+        step = replace(step, moments=most, host_bytes=host)
+        budget = min((one for one in budgets if one is not None), default=None)
     try:
         profile = share_out(step, budget, limits.advice, share, device)
     except BudgetInfeasible as error:
@@ -283,28 +299,3 @@ def agreed_profile(step: Step, request: Request, place: str, gathers: Gathers | 
         warn_user(message, BudgetWarning)
         profile = share_out(step, error.minimum_bytes, device=device)
     return replace(profile, must_fit=request.must_fit)
-
-
-def _agreed_step(
-    step: Step, budget: int | None, request: Request, place: str, gathers: Gathers | None
-) -> tuple[Step, int | None]:
-    """Returns the step and the budget in bytes of all ranks.
-
-    Each moment has the base bytes of the rank with the most. The budgets of device and host are the least of all ranks.
-    """
-    structure = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
-    kind = _hash(structure)
-    terms = [kind, budget, step.host_bytes, [moment.base_bytes for moment in step.moments]]
-    communicates = step.communicates or gathers is not None
-    with session_at(place, request.options.agreement if communicates else "off") as session:
-        found = {} if session is None else session.exchange("profile", terms)
-    alike = {rank: own for rank, (other, *own) in found.items() if other == kind}
-    if gathers is not None and not gathers.ranks <= alike.keys():
-        return gathers.run_once(), budget
-    if not alike:
-        return step, budget
-    budgets, hosts, bases = zip(*alike.values(), strict=True)
-    moments = zip(step.moments, map(max, zip(*bases, strict=True)), strict=True)
-    most = tuple(replace(moment, base_bytes=base) for moment, base in moments)
-    host = min(one or 0 for one in hosts) if any(one is not None for one in hosts) else None
-    return replace(step, moments=most, host_bytes=host), min((one for one in budgets if one is not None), default=None)
