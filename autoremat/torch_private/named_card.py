@@ -43,7 +43,7 @@ def traced_as_on_card(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
     from torch.fx.experimental import proxy_tensor
 
     def decompose_on_card(decompose: Method, *arguments: Any) -> Any:
-        with _finding_card():
+        with held(_finds_card, True), _OpsOnCpu():  # type: ignore[no-untyped-call]
             return decompose(*arguments)
 
     def convert_on_cpu(from_tensor: Method, *arguments: Any, **keywords: Any) -> Any:
@@ -66,14 +66,9 @@ def traced_as_on_card(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _finding_card() -> Iterator[None]:
-    """Makes this thread find the tensors of the CPU on the card, except within ops."""
-    with held(_finds_card, True), _OpsOnCpu():  # type: ignore[no-untyped-call]
-        yield
-
-
 class _OpsOnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs ops as on the CPU, while their caller finds the tensors of the CPU on the card."""
+
     supports_higher_order_operators = True
 
     def __torch_dispatch__(
@@ -91,7 +86,7 @@ def _replace_on_card(apply: Method, patterns: Any, graph: fx.GraphModule | fx.Gr
         return int(apply(patterns, graph))  # it was moved to the card
     _name_devices(nodes, on_card)
     try:
-        with _finding_card():
+        with held(_finds_card, True), _OpsOnCpu():  # type: ignore[no-untyped-call]
             return int(apply(patterns, graph))
     finally:
         _name_devices(nodes, _on_cpu)
@@ -167,24 +162,19 @@ class _Move:
             return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def node(self, node: fx.Node) -> None:
-        """Moves one node: the tensors that it stands for, and the devices that it names."""
-        if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor):
-            self.constant(node)
+        """Moves one node: the tensors that it stands for, and the devices that it names. Constants are copied."""
+        value = node.meta.get("val")
+        if node.op == "get_attr" and isinstance(value, torch.Tensor):
+            if value.dim() and value.device.type == "cpu":  # numbers stay there, where kernels take them as arguments
+                with node.graph.inserting_after(node):
+                    copy = node.graph.call_function(torch.ops.prims.device_put.default, (node, CARD))
+                copy.meta = {**node.meta, "val": self.tensor(value)}
+                node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
             return
         moved = {key: torch.utils._pytree.tree_map(self.tensor, node.meta[key]) for key in HELD if key in node.meta}
         node.meta = {**node.meta, **moved}  # the other half of the joint graph may share the dict
         node.args = fx.node.map_aggregate(node.args, on_card)
         node.kwargs = fx.node.map_aggregate(node.kwargs, on_card)
-
-    def constant(self, node: fx.Node) -> None:
-        """Copies a constant to the card. Numbers stay on the CPU, where kernels take them as arguments."""
-        value = node.meta["val"]
-        if value.dim() == 0 or value.device.type != "cpu":
-            return
-        with node.graph.inserting_after(node):
-            copy = node.graph.call_function(torch.ops.prims.device_put.default, (node, CARD))
-        copy.meta = {**node.meta, "val": self.tensor(value)}
-        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
 # -- lowering ----------------------------------------------------------------------------------------------------------
