@@ -90,14 +90,15 @@ def _dependent_on_data(expression: Any, shapes: Any) -> list[Any]:
 
 def _range_of(symbol: Any, shapes: Any) -> tuple[int, int]:
     """Returns the smallest and the largest value of a size that depends on data. The latter is assumed if nothing bounds it."""
-    bounds = shapes.var_to_range[symbol]
-    least = max(int(bounds.lower), 0) if bounds.lower.is_Integer else 0
-    return least, max(least, UNKNOWN_SIZE) if _bound_of(symbol, shapes) is None else int(bounds.upper)
+    least, bound = _ends_of(symbol, shapes)
+    return least, max(least, UNKNOWN_SIZE) if bound is None else bound
 
 
-def _bound_of(symbol: Any, shapes: Any) -> int | None:
-    upper = shapes.var_to_range[symbol].upper
-    return int(upper) if upper.is_Integer and upper < UNBOUNDED else None
+def _ends_of(symbol: Any, shapes: Any) -> tuple[int, int | None]:
+    """Returns the smallest and the largest value of a size that torch knows; None if nothing bounds the latter."""
+    lower, upper = shapes.var_to_range[symbol].lower, shapes.var_to_range[symbol].upper
+    bound = int(upper) if upper.is_Integer and upper < UNBOUNDED else None
+    return max(int(lower), 0) if lower.is_Integer else 0, bound
 
 
 def _fallback(expression: Any, shapes: Any) -> int:
@@ -140,7 +141,7 @@ def data_dependent_sizes(values: Iterable[Any]) -> dict[str, int | None]:
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
             if isinstance(size, torch.SymInt):
                 shapes = size.node.shape_env
-                found |= {str(s): _bound_of(s, shapes) for s in _dependent_on_data(size.node.expr, shapes)}
+                found |= {str(s): _ends_of(s, shapes)[1] for s in _dependent_on_data(size.node.expr, shapes)}
     return found
 
 
@@ -190,14 +191,12 @@ class DynamicSize:
     @property
     def least(self) -> int:
         """The smallest value that the size can take."""
-        lower = self.number.node.shape_env.var_to_range[self.symbol].lower
-        return max(int(lower), 0) if lower.is_Integer else 0
+        return _ends_of(self.symbol, self.number.node.shape_env)[0]
 
     @property
     def most(self) -> int | None:
         """The largest value that the user has declared for the size; None if there is none."""
-        upper = self.number.node.shape_env.var_to_range[self.symbol].upper
-        return int(upper) if upper.is_Integer else None
+        return _ends_of(self.symbol, self.number.node.shape_env)[1]
 
     def guard_at_most(self, limit: int) -> None:
         """Adds a guard: Dynamo compiles again for a size above ``limit``."""
