@@ -196,7 +196,8 @@ def rounds_to_tf32(convolutions: bool = False) -> bool:
 
     cuDNN's ``convolutions`` have a setting of their own, by default True.
     """
-    return (_convolution_precision() if convolutions else _matmul_precision(torch.backends.cuda)) == "tf32"
+    backends: Any = torch.backends
+    return bool((backends.cudnn.conv if convolutions else backends.cuda.matmul).fp32_precision == "tf32")
 
 
 def float32_precision() -> str:
@@ -204,16 +205,8 @@ def float32_precision() -> str:
 
     It reads the setting of each backend: torch's common setting raises an error once a user has set a single backend.
     """
-    return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)} {_convolution_precision()}"
-
-
-def _matmul_precision(backend: Any) -> str:
-    return str(backend.matmul.fp32_precision)
-
-
-def _convolution_precision() -> str:
-    cudnn: Any = torch.backends.cudnn
-    return str(cudnn.conv.fp32_precision)
+    backends: Any = torch.backends
+    return " ".join(one.fp32_precision for one in (backends.mkldnn.matmul, backends.cuda.matmul, backends.cudnn.conv))
 
 
 def machine_fingerprint() -> str:
