@@ -140,7 +140,7 @@ def rewrite(planned: PlannedGraph | SmallestGraph) -> tuple[joint_graphs.Partiti
     assumed = assumed_limits(node.meta.get("val") for node in saved if isinstance(node, fx.Node))
     memory_first = planned.is_binding or repeats_extern or stays
     forward, backward = (hashlib.sha256(f"{memory_first} {half.graph}".encode()).hexdigest() for half in modules)
-    context = replay_context(captured, planned.priced.kept_inputs)
+    context = replay_context(planned.priced)
     return modules, RewriteFacts(context, memory_first, stays, tuple(assumed.items()), (forward, backward))
 
 

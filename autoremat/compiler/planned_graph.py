@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -127,8 +126,8 @@ class PlannedGraph:
         if self.plan_file is not None or self.budget.bytes is None:
             return 0.0
         self.planner.restart()
-        looser = dataclasses.replace(self.budget, extra_headroom_bytes=headroom_bytes).limit_bytes
-        plan = self.planner.find(dataclasses.replace(limits_of(self.priced, self.budget), peak_bytes=looser)).plan
+        looser = replace(self.budget, extra_headroom_bytes=headroom_bytes).limit_bytes
+        plan = self.planner.find(replace(limits_of(self.priced, self.budget), peak_bytes=looser)).plan
         return 0.0 if plan is None else (self.plan.cost_seconds - plan.cost_seconds) / self.plan.graph.step_seconds
 
     @property
@@ -162,7 +161,7 @@ class PlannedGraph:
         limits, joint, whole, least = problem.request.limits, self.priced.joint, self.whole, planning.least
         notes = (note_on_settings(captured.runs_on), note_on_sizes(joint.module.graph),
                  _note_on_memory(budget.bytes, captured.device.name))  # fmt: skip
-        plan = dataclasses.replace(
+        plan = replace(
             self.plan,
             budget_bytes=budget.bytes,
             host_budget_bytes=limits.host_bytes,
@@ -201,7 +200,7 @@ class PlannedGraph:
             seconds_without_budget=self.free_seconds,
             timed_minimum_bytes=None if least is None else least.peak_bytes,
             **self._figures_of_share,
-            **dataclasses.asdict(captured.pricing),
+            **asdict(captured.pricing),
         )
 
     @property
@@ -285,7 +284,7 @@ def headroom_of(priced: PricedGraph) -> int:
     if not priced.problem.request.fuses:
         return held
     held += code_headroom_bytes(captured.graph)
-    copied = _copied_inputs(captured, priced.kept_inputs)
+    copied = _copied_inputs(priced)
     if copied is None:
         return held
     return held + sum(copied.values()) + sum(one.bytes for one in captured.graph.values if one.role is Role.TANGENT)
@@ -313,11 +312,12 @@ def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
     return tuple(step for size, step in pairs if size != 1) if all(type(n) is int for pair in pairs for n in pair) else None
 
 
-def _copied_inputs(captured: Capture, kept_inputs: Collection[int]) -> dict[str, int] | None:
+def _copied_inputs(priced: PricedGraph) -> dict[str, int] | None:
     """Returns the bytes by name of the inputs that CUDA graphs copy; None without CUDA graphs."""
+    captured = priced.captured
     if captured.runs_on != "cuda" or not compilers.records_cuda_graphs():
         return None
-    found = {number: captured.value_nodes[number] for number in kept_inputs}
+    found = {number: captured.value_nodes[number] for number in priced.kept_inputs}
     return {node.name: captured.graph.values[number].bytes for number, node in found.items() if node is not None}
 
 
@@ -334,13 +334,9 @@ def _shards(graph: Graph) -> Iterator[tuple[Value, Form]]:
     return ((value, form) for value in graph.values for form in value.forms if form.name == SHARDS)
 
 
-def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayContext:
-    """Returns the context for the replay.
-
-    ``kept_inputs`` are the numbers of the values that are inputs, but neither parameters nor buffers.
-    """
-    graph = captured.graph
-    held = {}
+def replay_context(priced: PricedGraph) -> ReplayContext:
+    """Returns the context for the replay."""
+    captured, graph, held = priced.captured, priced.graph, {}
     for number in graph.forward_outputs:
         holder = captured.value_nodes[number]
         held[holder.name if holder is not None else graph.values[number].name] = graph.values[number].bytes
@@ -359,7 +355,7 @@ def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayCon
         workspaces,
         code_headroom_bytes(graph) + held_too_long_bytes(captured),
         {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
-        _copied_inputs(captured, kept_inputs),
+        _copied_inputs(priced),
         captured.runs_on,
     )
 

@@ -14,7 +14,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 import torch
 from torch import fx
@@ -213,7 +212,7 @@ def find_reference(problem: Problem) -> None:
     with rehearsal(problem) as needed:
         if needed is None:
             return
-        patches = {**problem.patches, "custom_partitioner_fn": Partitioner(_stop)}
+        patches = {**problem.patches, "custom_partitioner_fn": Partitioner(fake_tensors.stop)}
         try:
             with inductor_lowering.without_kernels():
                 module = dynamo.copied_with_sources(problem.module)
@@ -221,10 +220,6 @@ def find_reference(problem: Problem) -> None:
         except Exception as error:
             if find_cause(error, fake_tensors.Stop) is None:
                 needed.fail(error)
-
-
-def _stop(_: JointGraph) -> NoReturn:
-    raise fake_tensors.Stop
 
 
 @dataclass
@@ -300,7 +295,7 @@ class Rehearsal:
             raise fake_tensors.Stop
         forward, backward = joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
         aliases = self._note_outputs(forward, joint.num_forward_outputs)
-        known = replay_context(self.priced.captured, self.priced.kept_inputs)
+        known = replay_context(self.priced)
         beside = known.code_headroom_bytes - code_headroom_bytes(self.priced.graph)
         self.replayed = replace(known, aliases=aliases, code_headroom_bytes=beside)
         return forward, backward

@@ -97,8 +97,9 @@ class Stop(Exception):
     """Ends a compilation from within torch, once all is known that it was begun for."""
 
 
-def _no_code(*_: Any, **__: Any) -> Any:
-    raise Stop  # before a partition was asked for: the graph has no backward
+def stop(*_: Any, **__: Any) -> Any:
+    """Raises :class:`Stop` where torch asks for halves or for code."""
+    raise Stop
 
 
 def own_inputs(inputs: Sequence[Any]) -> list[Any]:
@@ -125,7 +126,7 @@ def trace_joint(
         if not inductor:
             compilers.compile_uncompiled(module, inputs, partition)
             return
-        compilers.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partition}, _no_code)
+        compilers.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partition}, stop)
     except Exception as error:
         if find_cause(error, Stop) is None:
             raise

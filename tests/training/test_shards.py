@@ -86,7 +86,7 @@ def test_what_gloo_copies_for_a_gather_counts_in_plans_and_in_the_replay_of_code
     monkeypatch.setattr(process_groups, "is_fake", lambda group: False)
     found, whole = priced(decoder, tokens(), **SHARES), BATCH[0] * BATCH[1] * WIDTH * 4
     assert {form.load.temporary_bytes for value in found.graph.values for form in value.forms} == {whole}
-    context = replay_context(found.captured, found.kept_inputs)
+    context = replay_context(found)
     assert context.workspaces["all_gather_into_tensor"] == {whole: whole}
     held = GLOO_THREADS * (2 * whole + whole // RANKS)  # more than an all-reduce holds
     assert context.code_headroom_bytes == held + code_headroom_bytes(found.graph)
