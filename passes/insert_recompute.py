@@ -40,9 +40,8 @@ class _Inserter:
     """Clones of helpers, by (helper in the forward, newest holder of the value that it views)."""
     cursor: fx.Node | None = None
 
-    @property
-    def graph(self) -> fx.Graph:
-        return self.capture.joint.graph
+    def __post_init__(self) -> None:
+        self.graph, self.calls = self.capture.joint.graph, frozenset(self.capture.op_nodes)
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """Returns the node to read in place of ``node``: ``node`` itself, unless what it holds or views was made anew."""
@@ -70,9 +69,6 @@ class _Inserter:
         copy.meta["partitioner_tag"] = "is_backward"
         copy.meta.pop("recompute", None)
         return copy
-
-    def __post_init__(self) -> None:
-        self.calls = frozenset(self.capture.op_nodes)
 
     def repeat(self, index: int) -> fx.Node:
         """Clones op ``index`` at the cursor, records its results as the newest holders, and returns the clone."""
@@ -108,7 +104,7 @@ class _Inserter:
         num_forward = capture.graph.num_forward
         schedule, ranges = timeline.schedule, timeline.live_ranges
         materialized = frozenset(zip(ranges.values.tolist(), ranges.computed_at.tolist(), strict=True))
-        (output,) = self.graph.find_nodes(op="output")
+        output = self.graph.output_node()
         pending = iter([*capture.op_nodes[num_forward:], output])
         self.cursor = next(pending)
         for position, index in enumerate(schedule.backward, len(schedule.forward)):

@@ -57,8 +57,7 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
 
 def results_of(body: fx.GraphModule) -> list[torch.Tensor]:
     """Returns the (fake) tensors that a run of ``body`` returns."""
-    (output,) = body.graph.find_nodes(op="output")
-    values = (n.meta.get("val") for n in output.all_input_nodes)
+    values = (n.meta.get("val") for n in body.graph.output_node().all_input_nodes)
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
@@ -70,8 +69,8 @@ def describe_results(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
         if "val" not in node.meta:
             (body,) = bodies(node)
-            (output,) = body.graph.find_nodes(op="output")
-            node.meta["val"] = torch.fx.map_arg(output.args[0], lambda result: result.meta.get("val"))
+            returned = body.graph.output_node().args[0]
+            node.meta["val"] = torch.fx.map_arg(returned, lambda result: result.meta.get("val"))
 
 
 def written_op(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -109,8 +108,7 @@ def returned_operands(node: fx.Node) -> dict[Any, fx.Node]:
         return {}
     (body,) = bodies(node)
     operands = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[2:], strict=False))
-    (output,) = body.graph.find_nodes(op="output")
-    results: Any = output.args[0]
+    results: Any = body.graph.output_node().args[0]
     found = ((position, operands.get(result)) for position, result in enumerate(results) if isinstance(result, fx.Node))
     return {position: operand for position, operand in found if isinstance(operand, fx.Node)}
 
