@@ -1,6 +1,5 @@
 """``autoremat.explain``: plans a step as the backend would, without running it."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -102,8 +101,8 @@ def explain_by(
     if len(reports) > 1:
         notes = (*notes, f"{len(reports)} graphs train, this is number {main + 1}; their peaks can add up")
     own = [report.notes for report in reports]
-    others = tuple(dataclasses.replace(r, notes=(*own[i], *notes[:-1])) for i, r in enumerate(reports) if i != main)
-    return dataclasses.replace(reports[main], notes=(*own[main], *notes), others=others)
+    others = tuple(replace(r, notes=(*own[i], *notes[:-1])) for i, r in enumerate(reports) if i != main)
+    return replace(reports[main], notes=(*own[main], *notes), others=others)
 
 
 def _report_and_doubt(priced: PricedGraph) -> tuple[Report, bool]:

@@ -83,7 +83,6 @@ def received(lowering: Any, known: ReplayContext, source: str = "") -> tuple[dic
 OP = "autoremat_op"
 """Key of ``node.meta`` for the planner's op that a node is. Clones of the node and Inductor's graph keep it."""
 
-
 BUFFER = "autoremat_buffer"
 """Key of ``node.meta``: true for a result of the backward that the plan counts as a buffer from there on."""
 

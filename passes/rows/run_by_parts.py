@@ -114,7 +114,13 @@ class _Rewriting:
                     self.join(node)
         for node in sorted(self.region.steps, key=lambda node: -order[node]):
             self.graph.erase_node(node)
-        _sort(self.graph)
+        # A node that reads a later one moves behind it. Effects wait for the one before; others keep their sequence.
+        order = {node: position for position, node in enumerate(self.graph.nodes)}
+        arrows = networkx.DiGraph((operand, node) for node in order for operand in node.all_input_nodes)
+        arrows.add_nodes_from(order)
+        arrows.add_edges_from(itertools.pairwise(node for node in order if op_traits.traits_of(node) & SEQUENTIAL))
+        for before, node in itertools.pairwise(list(networkx.lexicographical_topological_sort(arrows, order.__getitem__))):
+            before.append(node)
 
     def run_part(self, node: fx.Node, part: int) -> None:
         """Adds one chunk of ``node``, or adds the chunk's summand to the sum that replaces ``node``."""
@@ -202,9 +208,8 @@ class _Rewriting:
             self.sums[node] = term
             return
         self.sums[node] = make(node, aten.add.Tensor, (before, term))
-        self.sums[node].meta[op_traits.MATERIALIZED] = (
-            True  # else one late kernel adds the terms of many parts, all of them live
-        )
+        # Else one late kernel adds the terms of many parts, all of them live.
+        self.sums[node].meta[op_traits.MATERIALIZED] = True
 
     def join(self, node: fx.Node) -> None:
         """Replaces ``node`` by its joined chunks, or by their sum, for readers that need the whole result."""
@@ -224,13 +229,3 @@ class _Rewriting:
                 result = make(node, convert, (result, node.meta["val"].dtype))
         self.whole[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.region.steps)
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Moves each node that reads a later one behind it. Effects wait for the one before; others keep their sequence."""
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    arrows = networkx.DiGraph((operand, node) for node in graph.nodes for operand in node.all_input_nodes)
-    arrows.add_nodes_from(graph.nodes)
-    arrows.add_edges_from(itertools.pairwise(node for node in graph.nodes if op_traits.traits_of(node) & SEQUENTIAL))
-    for before, node in itertools.pairwise(list(networkx.lexicographical_topological_sort(arrows, order.__getitem__))):
-        before.append(node)
