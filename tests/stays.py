@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from captured import Seen
+from strategies import places_of
 
 from autoremat import host_memory
 from autoremat.capture import forms
@@ -70,12 +71,8 @@ def may_stay(graph: Graph, schedule: Schedule) -> list[int]:
     return sorted(v for v in schedule.saved(graph) if graph.values[v].forms and v not in held)
 
 
-def limits(graph: Graph, schedule: Schedule, value: int) -> tuple[int, int, int]:
-    """The execution that computes the value, its last read in the forward, and its first read in the backward."""
-    reads = [position for position, op in enumerate(schedule.sequence) if value in graph.ops[op].inputs]
-    begin = len(schedule.forward)
-    made = schedule.forward.index(graph.values[value].producer)
-    return made, max((p for p in reads if p < begin), default=made), min(p for p in reads if p >= begin)
+def as_planned(_: Graph, schedule: Schedule) -> Schedule:
+    return schedule
 
 
 def at_random(seed: int, share: float = 0.7) -> Choose:
@@ -85,7 +82,7 @@ def at_random(seed: int, share: float = 0.7) -> Choose:
         numbers, begin = random.Random(seed), len(schedule.forward)
 
         def stay(value: int) -> Stay:
-            made, last_read, first_read = limits(graph, schedule, value)
+            made, last_read, first_read = places_of(graph, schedule, value)
             store = numbers.randrange(made, begin)
             need = numbers.randint(begin, first_read)
             load = numbers.randint(begin, need)
@@ -102,7 +99,7 @@ def as_short_as_possible(graph: Graph, schedule: Schedule) -> Schedule:
     """Stays for all values that may have one: stored at once, freed after the last read, and loaded right before the first."""
 
     def stay(value: int) -> Stay:
-        made, last_read, first_read = limits(graph, schedule, value)
+        made, last_read, first_read = places_of(graph, schedule, value)
         return Stay(value, "host", made, last_read, first_read, first_read)
 
     return replace(schedule, stays=tuple(map(stay, may_stay(graph, schedule))))

@@ -280,17 +280,23 @@ def on_host(graph: Graph, rate: float) -> Graph:
     return with_forms(graph, forms)
 
 
+def places_of(graph: Graph, schedule: Schedule, value: int) -> tuple[int, int, int]:
+    """The execution that computes a value, its last read in the forward, and its first read in the backward."""
+    reads, border = [at for at, op in enumerate(schedule.sequence) if value in graph.ops[op].inputs], len(schedule.forward)
+    made = schedule.forward.index(graph.producers([value])[0])
+    return made, max((at for at in reads if at < border), default=made), min(at for at in reads if at >= border)
+
+
 @st.composite
 def stays_of(draw: st.DrawFn, graph: Graph, schedule: Schedule, most: int = 4) -> tuple[Stay, ...]:
     """Possible stays of up to `most` saved values that have forms."""
     border, found = len(schedule.forward), []
     stored = [value for value in schedule.saved(graph) if graph.values[value].forms]
     for value in sorted(pick(draw, stored, 0, most)):
-        made = schedule.forward.index(graph.producers([value])[0])
-        reads = [at for at, op in enumerate(schedule.sequence) if value in graph.ops[op].inputs]
-        need = draw(st.integers(border, min(at for at in reads if at >= border)))
+        made, last_read, first_read = places_of(graph, schedule, value)
+        need = draw(st.integers(border, first_read))
         load = draw(st.integers(border, need))
-        free = draw(st.integers(max([made, *(at for at in reads if at < border)]), draw(st.sampled_from([border, load])) - 1))
+        free = draw(st.integers(last_read, draw(st.sampled_from([border, load])) - 1))
         store = draw(st.integers(made, min(free, border - 1)))
         found.append(Stay(value, draw(st.sampled_from(FORMS)), store, free, load, need))
     return tuple(found)

@@ -17,7 +17,6 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.cost.durations import ROUNDING
 from autoremat.planner.plans.limits import Limits
-from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
@@ -33,10 +32,6 @@ def loss(x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def within(plan: Plan, slowdown: float) -> Limits:
-    return Limits(seconds=plan.predicted_seconds * (1 + slowdown + ROUNDING))
-
-
 def explained(**options: object) -> Report:
     return autoremat.explain(loss, X, options=EAGER | options)
 
@@ -46,22 +41,23 @@ def explained(**options: object) -> Report:
 def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, allowed):
     planner = Planner(graph, 60.0)
     fastest = planner.fastest()
-    plan = planner.find(within(fastest, allowed)).plan
+    plan = planner.find(Limits(seconds=fastest.predicted_seconds * (1 + allowed + ROUNDING))).plan
     assert plan is not None
     assert plan.predicted_seconds <= (1 + allowed + 2 * ROUNDING) * fastest.predicted_seconds
     assert plan.peak_bytes <= fastest.peak_bytes
     plan.check()
 
 
-def test_a_stored_plan_and_a_step_profile_exclude_it(tmp_path):
+def test_a_stored_plan_and_a_step_profile_exclude_it_and_orders():
     plan = explained().plan
     with pytest.raises(OptionsError, match="applies a stored plan as it is: .*max_slowdown"):
         Options.parse({"plan": plan, "max_slowdown": 0.03})
+    for orders in ({"policy": "full"}, {"save": ["a"]}, {"recompute": ["a"]}):
+        with pytest.raises(OptionsError, match="cannot be given beside it"):
+            Options.parse({"plan": plan, **orders})
     profile = autoremat.profile_step(loss, X, memory_budget="1GiB", options=EAGER)
     with pytest.raises(OptionsError, match="a step profile divides one budget among several"):
         Options.parse({"memory_budget": profile, "max_slowdown": 0.03})
-    with pytest.raises(OptionsError, match="max_slowdown bounds one graph"):
-        autoremat.profile_step(loss, X, memory_budget="1GiB", options=EAGER | {"max_slowdown": 0.03})
     with pytest.raises(OptionsError, match="no meaning for pareto"):
         autoremat.pareto(loss, X, options={"max_slowdown": 0.03})
 

@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracles import Outcome, differences, train_step
 from random_modules import RandomModule, fresh_inputs
-from strategies import GROUP, KINDS, Program, programs, systematic
+from strategies import GROUP, KINDS, Program, places_of, programs, systematic
 from torch import Tensor, nn
 
 import autoremat
@@ -29,10 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetW
 
 LEAST = 1
 """A budget that nothing fits: best effort then takes the plan of least memory."""
-
-
-def as_planned(_: Graph, schedule: Schedule) -> Schedule:
-    return schedule
 
 
 def compiled(function: Callable[..., Any], choose: stays.Choose, run: Callable[[Any], Any], **options: Any) -> tuple[Seen, Any]:
@@ -65,7 +61,7 @@ def stored_bytes(seen: Seen) -> int:
 
 
 def assert_exact(program: Program, seed: int, budget: float | int | None) -> Seen:
-    expected, _ = outcome(program, as_planned, budget)
+    expected, _ = outcome(program, stays.as_planned, budget)
     found, seen = outcome(program, stays.at_random(seed), budget)
     assert not differences(found, expected)
     return seen
@@ -129,7 +125,7 @@ def numbers_without_stays(smallest: bool) -> list[Tensor]:
     """The outputs and gradients of generated code without stays."""
     model, x = model_and_input()
     run = functools.partial(step, model=model, x=x)
-    return run(compiled(model, as_planned, run, compiler="inductor", **CODE[smallest])[1])
+    return run(compiled(model, stays.as_planned, run, compiler="inductor", **CODE[smallest])[1])
 
 
 @pytest.mark.slow
@@ -221,7 +217,7 @@ def masks_as_bits(graph: Graph, schedule: Schedule) -> Schedule:
     everything = build_schedule(graph, graph.forward_values)
 
     def stay(value: int) -> Stay:
-        made, last_read, first_read = stays.limits(graph, everything, value)
+        made, last_read, first_read = places_of(graph, everything, value)
         return Stay(value, "bits", made, last_read, first_read, first_read)
 
     chosen = sorted(v for v in everything.saved(graph) if graph.values[v].forms)
@@ -282,11 +278,11 @@ def test_a_stored_plan_is_carried_out_with_its_stays_where_the_graph_has_the_for
     run = functools.partial(step, model=model, x=x)
     seen, _ = compiled(model, stays.at_random(6), run)
     with host_memory.stand_in():
-        again, _ = compiled(model, as_planned, run, plan=seen.plan, host_memory="1GiB")
+        again, _ = compiled(model, stays.as_planned, run, plan=seen.plan, host_memory="1GiB")
     assert again.plan.schedule == seen.plan.schedule
     assert stays.statistics("cpu").to_host_bytes == stored_bytes(seen) > 0
     with mock.patch.object(stays, "with_host_forms", lambda graph: graph), pytest.raises(Exception, match="has no form 'host'"):
-        compiled(model, as_planned, run, plan=seen.plan)
+        compiled(model, stays.as_planned, run, plan=seen.plan)
 
 
 def test_a_wrapper_in_cpp_is_refused():

@@ -123,7 +123,7 @@ def test_what_fuses_is_never_materialised():
 
 @settings(max_examples=40)
 @given(graphs(), st.floats(0.3, 1.0))
-def test_values_add_up_to_the_plan(graph, share):
+def test_values_and_snapshots_add_up_to_the_plan(graph, share):
     planner = Planner(graph, 5.0)
     planning = planner.find(Limits(int(share * planner.baseline.peak_bytes)))
     plan = planning.plan or planning.smallest
@@ -138,29 +138,11 @@ def test_values_add_up_to_the_plan(graph, share):
         assert (value.decision is Decision.RECOMPUTED) <= (
             value.reason in (Reason.CONSTRAINT, Reason.CHEAP, Reason.BUDGET, Reason.NEEDED, Reason.NO_GAIN)
         )
-
-
-def plan_of(graph, share=1.0):
-    planner = Planner(graph, 5.0)
-    planning = planner.find(Limits(int(share * planner.baseline.peak_bytes)))
-    return planning.plan or planning.smallest
-
-
-@settings(max_examples=40)
-@given(graphs(), st.floats(0.3, 1.0))
-def test_a_moment_adds_up_to_the_peak(graph, share):
-    plan = plan_of(graph, share)
     moment = peak_of(plan)
     assert moment.bytes == plan.peak_bytes
     assert moment.bytes == sum(size for _, size in moment.by_sort)
     assert [t.bytes for t in moment.live] == sorted((t.bytes for t in moment.live), reverse=True)
     assert graph.ops[plan.sequence[moment.position]].name == moment.op
-
-
-@settings(max_examples=40)
-@given(graphs(), st.floats(0.3, 1.0))
-def test_a_profile_is_the_timeline(graph, share):
-    plan = plan_of(graph, share)
     profile = profile_of(plan)
     assert max(profile.totals) == plan.peak_bytes
     assert set(profile.totals) <= set(plan.timeline.bytes_at.tolist())

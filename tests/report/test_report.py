@@ -24,11 +24,6 @@ from autoremat.report.report import Report
 from autoremat.tools.pareto import BOUND, OURS, POLICY, TORCH, Point
 
 
-@pytest.fixture
-def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_reports", deque(maxlen=registry.KEPT))
-
-
 def test_the_gap_is_the_distance_to_the_bound_in_steps():
     report = report_for(16 * SIZE)
     bound, step = report.plan.cost_seconds / 2, report.step_seconds
@@ -83,8 +78,8 @@ def test_a_report_prints_six_lines_that_compare_with_plain_inductor():
     assert "OVER THE BUDGET by" in str(replace(report, compiled_peak_bytes=17 * SIZE))
 
 
-@pytest.mark.usefixtures("no_reports")
-def test_old_reports_go():
+def test_old_reports_go(monkeypatch):
+    monkeypatch.setattr(registry, "_reports", deque(maxlen=registry.KEPT))
     made = report_for(None)
     for number in range(registry.KEPT + 5):
         add_report(dataclasses.replace(made, planning_seconds=float(number)))

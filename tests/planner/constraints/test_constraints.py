@@ -108,14 +108,10 @@ def test_a_policy_without_a_budget_is_the_plan(drawn):
     assert not disobeyed(plan, set(), whole)
 
 
-def regions_of_chain() -> tuple[Graph, list[Region]]:
-    """Eight layers of one op: value i is made by op i - 1 and read by op i and by the backward of both."""
-    return chain(8), [Region((0, 1, 2)), Region((3, 4, 5))]
-
-
 def test_a_region_is_recomputed_when_the_backward_enters_it_and_kept_until_it_leaves():
-    graph, regions = regions_of_chain()
-    plan = Constraints(policy=Drawn(regions), exact=True).apply(graph).candidate
+    """Eight layers of one op: value i is made by op i - 1 and read by op i and by the backward of both."""
+    regions = [Region((0, 1, 2)), Region((3, 4, 5))]
+    plan = Constraints(policy=Drawn(regions), exact=True).apply(chain(8)).candidate
     # Backward op 8 + i differentiates op 7 - i. The results of the regions, values 3 and 6, are saved; 7 and 8 are kept.
     assert plan.schedule.backward == (8, 9, 3, 4, 10, 11, 12, 0, 1, 13, 14, 15)
     assert set(plan.saved) == {3, 6, 7, 8}

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 from strategies import GraphBuilder, chain
 
-import autoremat
 from autoremat.basics.errors import ConstraintWarning, OptionsError
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.model_structure import Forward
@@ -174,11 +173,3 @@ def test_a_policy_is_told_from_every_other():
     number = 3
     with pytest.raises(OptionsError, match="caches must tell it from others"):
         policies.parse(lambda forward: [Region(forward.layers[number])])
-
-
-def test_a_stored_plan_leaves_no_room_for_orders(tmp_path):
-    path = tmp_path / "plan.json"
-    autoremat.plan(autoremat.Graph.from_dag([1.0, 1.0], [4, 4], [(0, 1)], num_forward=1)).save(path)
-    for orders in ({"policy": "full"}, {"save": ["a"]}, {"recompute": ["a"]}):
-        with pytest.raises(OptionsError, match="cannot be given beside it"):
-            autoremat.Options(plan=path, **orders)

@@ -165,7 +165,8 @@ def test_the_values_of_one_op_are_recomputed_together():
 
 
 @given(st.data())
-def test_schedules_are_valid_and_save_no_more_than_asked(data):
+def test_schedules_are_valid_save_no_more_than_asked_and_recompute_nothing_for_nothing(data):
+    """Every execution of a forward op in the backward makes something that is read before it is computed again."""
     graph = data.draw(graphs())
     saved = data.draw(saved_sets(graph))
     schedule = build_schedule(graph, saved)
@@ -173,6 +174,13 @@ def test_schedules_are_valid_and_save_no_more_than_asked(data):
     assert set(schedule.saved(graph)) <= saved
     assert list(schedule.forward) == sorted(set(schedule.forward))
     assert set(schedule.forward) >= graph.required_forward
+    for at, index in enumerate(schedule.backward):
+        if index >= graph.num_forward:
+            continue
+        made, rest = set(graph.ops[index].outputs), schedule.backward[at + 1 :]
+        until = next((i for i, op in enumerate(rest) if op == index), len(rest))
+        read = {v for op in rest[: until + 1] for v in graph.ops[op].inputs} | set(graph.backward_outputs)
+        assert made & read, f"execution {at} of {graph.ops[index].name} has no reader"
 
 
 @given(st.data())
@@ -181,20 +189,6 @@ def test_in_one_segment_nothing_is_recomputed_twice(data):
     schedule = build_schedule(graph, data.draw(saved_sets(graph)))
     again = [op for op in schedule.backward if op < graph.num_forward]
     assert len(again) == len(set(again))
-
-
-@given(st.data())
-def test_nothing_is_recomputed_for_nothing(data):
-    """Every execution of a forward op in the backward makes something that is read before it is computed again."""
-    graph = data.draw(graphs())
-    schedule = build_schedule(graph, data.draw(saved_sets(graph)))
-    for at, index in enumerate(schedule.backward):
-        if index >= graph.num_forward:
-            continue
-        made, rest = set(graph.ops[index].outputs), schedule.backward[at + 1 :]
-        until = next((i for i, op in enumerate(rest) if op == index), len(rest))
-        read = {v for op in rest[: until + 1] for v in graph.ops[op].inputs} | set(graph.backward_outputs)
-        assert made & read, f"execution {at} of {graph.ops[index].name} has no reader"
 
 
 @given(graphs(), st.integers(1, 8))

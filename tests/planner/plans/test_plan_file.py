@@ -15,6 +15,7 @@ from hypothesis import given
 from requests_of_options import key_of
 from strategies import chain, graphs, saved_sets
 from torch import nn
+from trained_steps import trained
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError, PlanFileError
@@ -47,6 +48,7 @@ def test_what_is_known_of_the_budget_comes_back(plan, tmp_path):
     for name in ("budget_bytes", "lower_bound_bytes", "lower_bound_seconds", "interrupted", "status", "gap"):
         assert getattr(again, name) == getattr(plan, name)
     impossible = autoremat.plan(plan.graph, memory_budget=1)
+    json.loads(impossible.dumps(), parse_constant=pytest.fail)
     assert Plan.loads(impossible.dumps()).status is impossible.status
 
 
@@ -174,13 +176,12 @@ def test_each_graph_takes_its_own_of_several_plans(plan):
         plan_file.fitted(files, chain(6, size=64))
 
 
-def train(width: int = 32, inner: str = "aot_eager", **options: object) -> tuple[autoremat.Report, torch.Tensor]:
+def train(width: int = 32, **options: object) -> tuple[autoremat.Report, torch.Tensor]:
     """The report and the gradient of one step."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Chain(4, width, activation=nn.functional.gelu), torch.randn(256, width)
-    torch.compile(model, backend="autoremat", options={"compiler": inner, **options})(x).backward()
-    return autoremat.reports()[-1], next(model.parameters()).grad
+    found = trained(model, model, x, steps=1, **options)
+    return found.report, found.tensors[1]
 
 
 def test_a_stored_plan_is_applied_as_it_is(tmp_path):

@@ -1,7 +1,5 @@
 """A plan that somebody has changed is refused, in each of the ways that the table names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +15,8 @@ from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
+
+Tamper = Callable[[Plan], Plan]
 
 LAYERS = 6
 RANDOM, TO_SAVE, TO_RECOMPUTE, ASIDE = 0, 2, 4, 2 * LAYERS + 1
@@ -60,24 +60,23 @@ def planned() -> Plan:
     return replace(plan, budget_bytes=plan.peak_bytes, host_budget_bytes=plan.host_bytes, lower_bound_bytes=8)
 
 
-def with_timeline(change: Callable[[Timeline], dict[str, Any]]) -> Callable[[Plan], Plan]:
+def with_timeline(change: Callable[[Timeline], dict[str, Any]]) -> Tamper:
     return lambda plan: replace(plan, timeline=replace(plan.timeline, **change(plan.timeline)))
 
 
-def with_graph(change: Callable[[Graph], Graph]) -> Callable[[Plan], Plan]:
+def with_graph(change: Callable[[Graph], Graph]) -> Tamper:
     return lambda plan: replace(plan, graph=change(plan.graph))
 
 
-def changed_op(graph: Graph, index: int, **fields: Any) -> Graph:
-    ops = list(graph.ops)
-    ops[index] = replace(ops[index], **fields)
-    return replace(graph, ops=tuple(ops))
+def with_row(table: str, number: int, **fields: Any) -> Tamper:
+    """A tampering with an op or a value of the graph alone."""
 
+    def change(graph: Graph) -> Graph:
+        rows = list(getattr(graph, table))
+        rows[number] = replace(rows[number], **fields)
+        return replace(graph, **{table: tuple(rows)})
 
-def changed_value(graph: Graph, number: int, **fields: Any) -> Graph:
-    values = list(graph.values)
-    values[number] = replace(values[number], **fields)
-    return replace(graph, values=tuple(values))
+    return with_graph(change)
 
 
 def lowered(timeline: Timeline) -> dict[str, Any]:
@@ -101,14 +100,12 @@ def with_stay(**fields: Any) -> Tamper:
     return tamper
 
 
-Tamper = Callable[[Plan], Plan]
-
 TAMPERINGS: dict[str, tuple[Tamper, str | None]] = {
     "a sequence that is not that of the halves": (with_another_sequence, "are not those of the graph's halves"),
     "an execution without its bytes": (with_timeline(lambda t: {"bytes_at": t.bytes_at[:-1]}), "another schedule"),
     "one byte less at the peak": (with_timeline(lowered), "the peak is"),
     "another schedule": (with_timeline(lambda t: {"schedule": Schedule(t.schedule.forward, ())}), "another schedule"),
-    "an op of another workspace": (with_graph(lambda g: changed_op(g, 6, workspace_bytes=9)), None),
+    "an op of another workspace": (with_row("ops", 6, workspace_bytes=9), None),
     "bytes beside the step": (with_graph(lambda g: changed(g, resident_bytes=1)), "the peak is"),
     "the other kind of code generator": (with_graph(lambda g: changed(g, fuses=False)), None),
     "the true peak exceeds the budget": (
@@ -123,7 +120,7 @@ TAMPERINGS: dict[str, tuple[Tamper, str | None]] = {
     "an output": (with_graph(lambda g: replace(g, forward_outputs=(*g.forward_outputs, PACKED))), "which the caller holds"),
     "another form": (with_stay(form="host"), None),
     "a load earlier": (with_stay(load=13), None),
-    "a value without forms": (with_graph(lambda g: changed_value(g, PACKED, forms=())), "no form 'bits'"),
+    "a value without forms": (with_row("values", PACKED, forms=()), "no form 'bits'"),
 }  # fmt: skip
 
 

@@ -61,9 +61,9 @@ def test_schedules_of_moves_are_valid(graph):
 
 
 @settings(max_examples=40, deadline=None)
-@given(graphs(max_ops=24), st.floats(0.0, 1.0), st.sampled_from([1, 3]))
-def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in_flight):
-    graph = changed(graph, in_flight=in_flight)
+@given(graphs(max_ops=24), st.floats(0.0, 1.0) | st.just(1.0), st.sampled_from([1, 3]), st.sampled_from([0, 100]))
+def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in_flight, resident):
+    graph = changed(graph, in_flight=in_flight, resident_bytes=resident)
     planner = Planner(graph, 60.0)
     least, most = planner.lowest.peak_bytes, planner.baseline.peak_bytes
     budget = least + int(share * max(0, most - least))
@@ -71,6 +71,7 @@ def test_plans_fit_cost_no_more_than_starts_and_are_found_again(graph, share, in
     assert found.plan is not None
     found.plan.check()
     assert found.plan.peak_bytes <= budget
+    assert found.lower_bound_bytes <= found.smallest.peak_bytes
     assert found.lower_bound_seconds <= found.plan.cost_seconds * (1 + 1e-9)
     assert all(found.plan.cost_seconds <= start.cost_seconds for start in planner.plans if start.peak_bytes <= budget)
     assert Planner(graph, 60.0).find(Limits(budget)).plan.schedule == found.plan.schedule

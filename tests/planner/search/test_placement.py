@@ -4,7 +4,7 @@ import dataclasses
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import GraphBuilder, changed, graphs, saved_sets, with_forms
+from strategies import GraphBuilder, chain, changed, graphs, saved_sets, with_forms
 
 from autoremat.planner.graph.op import Engine, Form, Kind, Role, Transfer
 from autoremat.planner.graph.schedule import build_schedule
@@ -12,21 +12,6 @@ from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
-
-
-def chain(sizes: list[int], forms: dict[int, Form], **fields: object) -> GroupedPlan:
-    """The plan that saves every value of a chain whose ops take a second each. The last backward op but i reads value i."""
-    build = GraphBuilder()
-    made = [build.op([build.source(0)], sizes[0])]
-    for size in sizes[1:]:
-        made.append(build.op([made[-1]], size))
-    gradient = build.source(0, Role.TANGENT)
-    for value in reversed(made):
-        gradient = build.op([value, gradient], 0, forward=False)
-    for index, form in forms.items():
-        build.values[made[index]] = dataclasses.replace(build.values[made[index]], forms=(form,))
-    graph = build.graph(backward_outputs=(gradient,), **fields)
-    return GroupedPlan(Plan.of(graph, build_schedule(graph, frozenset(made))))
 
 
 def on_host(seconds: float, size: int = 10) -> Form:
@@ -63,10 +48,11 @@ def test_a_store_ends_in_the_backward_where_memory_is_needed_there_alone():
 
 
 def test_no_more_values_are_stored_than_the_host_holds():
-    forms = {index: on_host(0.5) for index in range(6)}
-    assert len(placed(chain([10] * 8, forms), 50, None).schedule.stays) >= 3
-    assert place(chain([10] * 8, forms), Limits(50, 29)) is None
-    assert placed(chain([10] * 8, forms), 60, 20).host_bytes == 20
+    graph = with_forms(chain(8, size=10), lambda size: (on_host(0.5),))
+    grouped = GroupedPlan(Plan.of(graph, build_schedule(graph, graph.forward_values)))
+    assert len(placed(grouped, 60).schedule.stays) == 3
+    assert place(grouped, Limits(60, 29)) is None
+    assert placed(grouped, 70, 20).host_bytes == 20
 
 
 def test_transfers_divide_no_fused_kernel():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import subsets
-from strategies import GraphBuilder, changed, close_under_need, graphs, on_host, schedules_of, stays_of, with_forms
+from strategies import GraphBuilder, changed, close_under_need, graphs, on_host, places_of, schedules_of, stays_of, with_forms
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
@@ -44,9 +44,10 @@ def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), graphs(max_ops=14), st.sampled_from([1, 1, 3]))
-def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
-    rate = data.draw(st.sampled_from([0.0, 1e2, 1e4, 1e6]))
-    graph = changed(on_host(graph, rate) if rate else with_forms(graph), in_flight=in_flight)
+def test_no_plan_beats_the_bounds_with_stays_or_without(data, graph, in_flight):
+    rate = data.draw(st.sampled_from([None, 0.0, 1e2, 1e4, 1e6]))
+    with_its_forms = graph if rate is None else on_host(graph, rate) if rate else with_forms(graph)
+    graph = changed(with_its_forms, in_flight=in_flight)
     schedule = data.draw(schedules_of(graph))
     stays = data.draw(stays_of(graph, schedule))
     stays = tuple(dataclasses.replace(stay, form="host") for stay in stays) if rate else stays
@@ -59,10 +60,7 @@ def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
 
 def stays_at_all_places(graph: Graph, schedule: Schedule, value: int) -> list[Stay]:
     """The stays of a value whose store follows its op and whose need is its first read in the backward."""
-    border, sequence = len(schedule.forward), schedule.sequence
-    made = sequence.index(graph.producers([value])[0])
-    reads = [at for at, op in enumerate(sequence) if value in graph.ops[op].inputs]
-    last, need = max([made, *(at for at in reads if at < border)]), min(at for at in reads if at >= border)
+    border, (made, last, need) = len(schedule.forward), places_of(graph, schedule, value)
     places = itertools.product(range(last, border), range(border, need + 1))
     return [Stay(value, "host", made, free, load, need) for free, load in places]
 
