@@ -31,22 +31,15 @@ class EightBitAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
-        self.steps_skipped = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Steps all parameters."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.abs().sum().item() == float("inf"):  # reads a number
-                    self.steps_skipped += 1
-                    continue
-                self.step_one(parameter, group)
+                if parameter.grad is not None and parameter.grad.abs().sum().item() < float("inf"):  # reads a number
+                    self.step_one(parameter, group)
 
     def step_one(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Steps one parameter."""
         state, grad, (first, second) = self.state[parameter], parameter.grad, group["betas"]
         assert grad is not None
         if not state:

@@ -2,8 +2,8 @@
 
 import logging
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,7 +126,7 @@ def test_clearing_leaves_what_is_not_ours(folder):
 def test_a_lock_is_held_by_one_thread_at_a_time(folder):
     inside, most = [], []
 
-    def work() -> None:
+    def work(_: int) -> None:
         with disk_cache.locked("rates", "key", 60) as held:
             assert held
             inside.append(1)
@@ -134,11 +134,8 @@ def test_a_lock_is_held_by_one_thread_at_a_time(folder):
             time.sleep(0.02)
             inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert most == [1, 1, 1, 1]
 
 

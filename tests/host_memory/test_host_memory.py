@@ -1,8 +1,8 @@
 """The buffers on the host, ops that copy, and steps whose copies differ from plans, on a CPU that stands in for a device."""
 
-import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -103,21 +103,14 @@ def test_a_source_that_nobody_else_keeps_lives_until_the_wait_or_as_long_as_the_
 
 
 def test_threads_share_the_pool():
-    failures = []
-
     def store_and_load(number: int) -> None:
         for _ in range(200):
             host = stored(torch.full((64,), float(number)))
-            if not torch.equal(loaded(host), torch.full((64,), float(number))):
-                failures.append(number)
+            assert torch.equal(loaded(host), torch.full((64,), float(number)))
 
-    threads = [threading.Thread(target=store_and_load, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(store_and_load, range(4)))
     now = stays.statistics("cpu")
-    assert not failures
     assert now.used_bytes == 0
     assert now.held_bytes <= 2 * 4 * 256  # the next one is stored before the last one is dropped
     assert now.to_host_bytes == now.from_host_bytes == 4 * 200 * 256
@@ -127,11 +120,8 @@ def test_a_cpu_stands_in_only_where_it_is_told_to():
     assert host_memory.is_available(torch.device("cpu"))
     assert host_memory.is_available(torch.device("cuda", 0))
     assert not host_memory.is_available(torch.device("meta"))
-    found = []
-    thread = threading.Thread(target=lambda: found.append(host_memory.is_available(torch.device("cpu"))))
-    thread.start()
-    thread.join()
-    assert found == [False]
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(host_memory.is_available, torch.device("cpu")).result()
 
 
 @pytest.mark.parametrize("op", [ops.copy_to_host, ops.copy_from_host, ops.wait_for_copy_to_host, ops.wait_for_copy_from_host])
@@ -175,11 +165,8 @@ def test_steps_that_are_legal_pass(step):
     losses[0].backward(retain_graph=True)
     losses[0].backward()
     losses[1].backward()
-    workers = [threading.Thread(target=lambda: step(X).backward()) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: step(X).backward(), range(2)))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
         loss = step(X)
     loss.backward()

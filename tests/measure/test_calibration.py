@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat.basics import disk_cache
 from autoremat.cli import main
@@ -89,8 +90,6 @@ def test_a_card_is_measured_only_if_it_has_no_data_sheet(name, measures, monkeyp
 
 
 def nodes_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[fx.Node]:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
     return [node for node in graph.nodes if node.op == "call_function"]
 

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -130,18 +130,13 @@ def test_a_profiler_inside_the_block_is_an_error():
 
 
 def test_trackers_of_two_threads_do_not_disturb_each_other():
-    found = {}
-
     def track(mebibytes):
         with track_peak("cpu") as peak:
             block(mebibytes)
-        found[mebibytes] = peak.bytes
+        return peak.bytes
 
-    threads = [threading.Thread(target=track, args=(size,)) for size in (1, 3)]
-    for thread in threads:
-        thread.start()
-        thread.join()
-    assert found == {1: MIB, 3: 3 * MIB}
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        assert [one.submit(track, 1).result(), other.submit(track, 3).result()] == [MIB, 3 * MIB]
 
 
 def test_nothing_is_printed_but_a_warning_of_torch():

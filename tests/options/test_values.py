@@ -230,21 +230,14 @@ def test_a_profile_that_was_made_without_host_memory_keeps_nothing_there():
     assert request.forms == set()
 
 
-@pytest.fixture
-def free_of(tmp_path):
-    """Returns the free bytes by files that say so."""
-
-    def found(available_kib: int, control: dict[str, str]) -> int:
+def test_free_memory_is_that_of_the_machine_and_of_the_control_group(tmp_path):
+    def free_of(available_kib: int, control: dict[str, str]) -> int:
         (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
         for name, text in control.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
         return calibration.free_host_bytes(tmp_path / "meminfo", tmp_path)
 
-    return found
-
-
-def test_free_memory_is_that_of_the_machine_and_of_the_control_group(free_of):
     assert free_of(1000, {}) == 1000 * 1024
     assert free_of(1000, {"memory.max": "max\n", "memory.current": "5\n"}) == 1000 * 1024
     assert free_of(1000, {"memory.max": "9000\n", "memory.current": "8000\n"}) == 1000
