@@ -106,10 +106,6 @@ def again(report: Report) -> list[str]:
     return [target for target in targets if target.startswith(NAMESPACE)]
 
 
-def explained(step: Step, *tensors: Tensor, **options: Any) -> Report:
-    return autoremat.explain(step, *tensors, options=EAGER | options)
-
-
 def measured_peaks(compiled: Step, tensors: list[Tensor], steps: int) -> list[int]:
     """The peak of each of so many steps."""
     peaks = []
@@ -183,15 +179,12 @@ def test_no_gather_runs_again_where_other_ranks_may_plan_otherwise(world):
 
 @in_world(2)
 def test_a_gather_that_the_model_saves_is_saved(world):
-    def must_save(*_: object, **__: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE
-
     def step(x: Tensor, *shards: Tensor) -> Tensor:
-        contexts = functools.partial(create_selective_checkpoint_contexts, must_save)
+        contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
         return checkpoint(sharded_step, x, *shards, use_reentrant=False, context_fn=contexts)
 
-    assert not again(explained(step, *inputs(2), **LEAST))
-    assert GATHER in again(explained(sharded_step, *inputs(2), **LEAST))
+    assert not again(autoremat.explain(step, *inputs(2), options=LEAST))
+    assert GATHER in again(autoremat.explain(sharded_step, *inputs(2), options=LEAST))
 
 
 def repeated(step: Step, expected_of: Step, gather: str) -> tuple[Report, list[str]]:

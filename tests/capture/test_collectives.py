@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from oracles import same_bits
 from processes import group_of
+from test_gathers import IGNORED_WARNINGS, LEAST, NAMESPACE, Step, inputs, planned_calls, run
 from torch import Tensor
-from torch.profiler import profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
@@ -20,16 +21,14 @@ from autoremat.compiler.peers import Peers
 from autoremat.planner.graph.op import Constraint, Op, Trait
 from autoremat.report.decisions import Decision, Reason
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's, in torch 2.11
-    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),  # said once in a process, in torch 2.11
-]
+pytestmark = IGNORED_WARNINGS
 
 Gather = Callable[[Tensor], Tensor]
-LEAST = {"compiler": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort", "on_planning_error": "raise"}
-NAMESPACE = "_c10d_functional"
+GATHERS: dict[str, Gather] = {
+    "all_gather": lambda w: functional.all_gather_tensor_autograd(w, 0, dist.group.WORLD),
+    "all_reduce": lambda w: functional.all_reduce(w, "sum", dist.group.WORLD),
+    "all_to_all": lambda w: functional.all_to_all_single_autograd(w, None, None, dist.group.WORLD),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,59 +37,35 @@ def world() -> Iterator[None]:
         yield
 
 
-def _collectives() -> dict[str, Gather]:
-    import torch.distributed._functional_collectives as functional
-
-    return {
-        "all_gather": lambda w: functional.all_gather_tensor_autograd(w, 0, dist.group.WORLD),
-        "all_reduce": lambda w: functional.all_reduce(w, "sum", dist.group.WORLD),
-        "all_to_all": lambda w: functional.all_to_all_single_autograd(w, None, None, dist.group.WORLD),
-    }
-
-
-def _must_recompute(*_: object, **__: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE
-
-
 def in_region(gather: Gather, region: str) -> Gather:
     """``gather`` in a checkpoint region, in one with a policy (as SimpleFSDP reshards after the forward), or in none."""
     if region == "none":
         return gather
     arguments: dict[str, object] = {"use_reentrant": False}
     if region == "policy":
-        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _must_recompute)
+        arguments["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
+        )
     return lambda w: checkpoint(gather, w, **arguments)
 
 
-def step(gather: Gather, **arguments: object) -> tuple[list[Tensor], list[str]]:
-    """The gradients, and the collectives that ran, in their order."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x, weights = torch.randn(4, 16, requires_grad=True), [torch.randn(16, 16, requires_grad=True) for _ in range(3)]
-
-    def loss(x: Tensor, weights: list[Tensor]) -> Tensor:
+def step(gather: Gather) -> Step:
+    def loss(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             x = torch.tanh(x @ gather(w))
         return x.square().mean()
 
-    compiled = torch.compile(loss, fullgraph=True, **arguments)
-    compiled(x, weights).backward()
-    for w in weights:
-        w.grad = None
-    with profile() as ran:
-        compiled(x, weights).backward()
-    names = [event.name for event in ran.events() if event.name.startswith(NAMESPACE)]
-    return [w.grad for w in weights if w.grad is not None], names
+    return loss
 
 
 @functools.cache
 def by_torch(collective: str, region: str) -> tuple[list[Tensor], list[str]]:
-    """The step as torch's debugging backend runs it."""
-    return step(in_region(_collectives()[collective], region), backend="aot_eager")
+    """The gradients of the step and the collectives that ran, by torch's debugging backend."""
+    return run(step(in_region(GATHERS[collective], region)), inputs(1, layers=3), backend="aot_eager")
 
 
-def planned(gather: Gather, options: dict[str, object]) -> tuple[list[Tensor], list[str], Report]:
-    gradients, names = step(gather, backend="autoremat", options=options)
+def planned(gather: Gather, **options: object) -> tuple[list[Tensor], list[str], Report]:
+    gradients, names = run(step(gather), inputs(1, layers=3), backend="autoremat", options=LEAST | options)
     return gradients, names, autoremat.reports()[-1]
 
 
@@ -104,15 +79,13 @@ forgets_the_order = pytest.mark.skipif(
 @pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "all_to_all"])
 def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(collective, region):
     expected, under_torch = by_torch(collective, region)
-    gradients, names, report = planned(in_region(_collectives()[collective], region), LEAST)
+    gradients, names, report = planned(in_region(GATHERS[collective], region))
     assert all(same_bits(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
     called = [value for value in report.values if value.op.startswith(NAMESPACE)]
     assert Counter(names) == Counter(under_torch)
     assert Counter(under_torch) != Counter(by_torch(collective, "none")[1])
     assert {(value.decision, value.reason) for value in called} == {(Decision.RECOMPUTED, Reason.CONSTRAINT)}
-    sequence = [report.plan.graph.ops[index].target for index in report.plan.schedule.sequence]
-    calls = [name.replace(".default", "").replace(".", "::") for name in sequence if name.startswith(NAMESPACE)]
-    assert names == [name for call in calls for name in (call, f"{NAMESPACE}::wait_tensor")]
+    assert names == planned_calls(report)
 
 
 @pytest.fixture
@@ -123,20 +96,20 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
 def test_a_collective_that_nobody_orders_runs_once(others, collective):
-    _, names, report = planned(_collectives()[collective], LEAST)
+    _, names, report = planned(GATHERS[collective])
     assert Counter(names) == Counter(by_torch(collective, "none")[1])
     assert report.recomputed_ops > 0
 
 
 def test_even_alone_only_gathers_run_again():
-    _, names, report = planned(_collectives()["all_to_all"], LEAST)
+    _, names, report = planned(GATHERS["all_to_all"])
     assert Counter(names) == Counter(by_torch("all_to_all", "none")[1])
     assert report.recomputed_ops > 0
 
 
 def test_a_pattern_does_not_make_a_collective_run_twice(others):
     with pytest.warns(ConstraintWarning, match=r"may not run twice \(collective\)"):
-        _, names, _ = planned(_collectives()["all_gather"], LEAST | {"recompute": ("*all_gather*",)})
+        _, names, _ = planned(GATHERS["all_gather"], recompute=("*all_gather*",))
     assert Counter(names)[f"{NAMESPACE}::all_gather_into_tensor"] == 3
 
 
