@@ -1,17 +1,13 @@
 """Small models of equal blocks, whole, with graph breaks, or compiled block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-import autoremat
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, ROWS = 32, 96
-EAGER = {"compiler": "aot_eager"}
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -32,6 +28,29 @@ class MeanSquare(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).float().square().mean()
+
+
+class Regions(MeanSquare):
+    """The same, with each layer in a checkpoint region."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class Tied(nn.Module):
+    """Layers, and a projection onto words that shares its weight with the embedding."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(words, width), nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return F.cross_entropy(hidden @ self.embedding.weight.t(), tokens)
 
 
 class Chain(nn.Module):
@@ -116,26 +135,10 @@ class Layered(nn.Module):
             hidden = layer(hidden)
         return F.cross_entropy(self.head(hidden), tokens)
 
-    def compile_layers(self, **arguments) -> Layered:
+    def compile_layers(self, **arguments) -> "Layered":
         for layer in self.layers:
             layer.compile(**arguments)
         return self
-
-
-def gradients(model: nn.Module, step, inputs: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    step(inputs).backward()
-    return [p.grad for p in model.parameters()]
-
-
-def measured(model: nn.Module, step: Callable[..., torch.Tensor], inputs: torch.Tensor) -> int:
-    """The peak of a step, after one that compiles it."""
-    gradients(model, step, inputs)
-    model.zero_grad(set_to_none=True)
-    with autoremat.track_peak("cpu") as peak:
-        step(inputs).backward()
-    return peak.bytes
 
 
 class Gelu(nn.Module):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat import Report, track_peak
+from autoremat.report.decisions import Decision
 
 AMPLE, SCARCE = 2**30, 2**18
 TANGENT_BYTES = 512
@@ -119,10 +120,13 @@ class Cells:
         if self.options["compiler"] == "aot_eager":
             assert not differences(outcome, self.reference)
         else:
-            torch.testing.assert_close(outcome.tensors, self.reference.tensors, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(outcome, self.reference, rtol=1e-4, atol=1e-6)
         assert -TANGENT_BYTES <= peak.bytes - (report.peak_bytes - report.code_headroom_bytes) <= report.code_headroom_bytes
         assert report.peak_bytes <= bytes_
         moved = (done.to_host_bytes - before.to_host_bytes, done.from_host_bytes - before.from_host_bytes)
         assert moved == (done.held_bytes, report.host_peak_bytes) == (report.host_peak_bytes, done.held_bytes)
         assert done.held_bytes <= host
+        assert done.used_bytes == 0
+        offloaded = [value.bytes for value in report.values if value.decision is Decision.OFFLOADED]
+        assert sum(offloaded) == report.moved_bytes == moved[0]
         return report

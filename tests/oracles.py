@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -173,11 +172,11 @@ def least_added_seconds(graph: Graph, budget: int) -> float:
     return math.inf
 
 
-@dataclass
-class Outcome:
-    """What a training step leaves behind, by name: outputs, inputs, gradients and buffers."""
+NO_RECOMPUTATION = "aot_eager_default_partitioner"
+"""Torch's debugging backend, whose default partition recomputes nothing."""
 
-    tensors: dict[str, torch.Tensor | None]
+Outcome = dict[str, Any]
+"""What a training step leaves behind, by name: the tensors of outputs, inputs, gradients (or None) and buffers."""
 
 
 def train_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor], seed: int = 0) -> Outcome:
@@ -195,12 +194,11 @@ def train_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[
         if isinstance(output, torch.Tensor) and output.requires_grad
     )
     total.backward()
-    found: dict[str, torch.Tensor | None] = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
+    found: Outcome = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
     found |= {f"input {i}": leaf.detach().clone() for i, leaf in enumerate(leaves)}
     found |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}
     found |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
-    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    return Outcome(found)
+    return found | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def measured_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
@@ -229,5 +227,5 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def differences(found: Outcome, expected: Outcome) -> list[str]:
     """The names under which two outcomes differ in any bit."""
-    assert found.tensors.keys() == expected.tensors.keys()
-    return [name for name, tensor in found.tensors.items() if not same_bits(tensor, expected.tensors[name])]
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in found.items() if not same_bits(tensor, expected[name])]

@@ -49,17 +49,24 @@ def gradients(function: Callable[..., Tensor], leaves: Leaves, *inputs: Tensor, 
     return [loss.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
 
 
+def measured(
+    function: Callable[..., Tensor], leaves: Leaves, *inputs: Tensor, seed: int = 0, steps: int = 2
+) -> tuple[list[Tensor], int]:
+    """The tensors and the measured peak of the last of some equal steps, by default of one after that which compiles."""
+    for _ in range(steps - 1):
+        gradients(function, leaves, *inputs, seed=seed)
+    without_gradients(leaves, *inputs)
+    with autoremat.track_peak("cpu") as peak:
+        found = gradients(function, leaves, *inputs, seed=seed)
+    return found, peak.bytes
+
+
 def trained(
     function: Callable[..., Tensor], leaves: Leaves, *inputs: Tensor, seed: int = 0, steps: int = 2, **options: Any
 ) -> Trained:
     """Compiles ``function``, runs some equal steps, and measures the last one."""
-    step = compiled(function, **options)
-    for _ in range(steps - 1):
-        gradients(step, leaves, *inputs, seed=seed)
-    without_gradients(leaves, *inputs)
-    with autoremat.track_peak("cpu") as peak:
-        found = gradients(step, leaves, *inputs, seed=seed)
-    return Trained(found, peak.bytes, autoremat.reports()[-1])
+    found, peak = measured(compiled(function, **options), leaves, *inputs, seed=seed, steps=steps)
+    return Trained(found, peak, autoremat.reports()[-1])
 
 
 def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:

@@ -9,6 +9,7 @@ from oracles import same_bits
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from trained_steps import measured
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
@@ -23,14 +24,7 @@ def mlp() -> Chain:
 
 
 def peak_at(model: nn.Module, step, rows: int) -> int:
-    """The measured peak of a step that is compiled already."""
-    inputs = torch.randn(rows, WIDTH)
-    model.zero_grad(set_to_none=True)
-    step(inputs).backward()
-    model.zero_grad(set_to_none=True)
-    with autoremat.track_peak("cpu") as peak:
-        step(inputs).backward()
-    return peak.bytes
+    return measured(step, model, torch.randn(rows, WIDTH))[1]
 
 
 def sweep(options: dict, lengths: Iterable[int], **arguments) -> tuple[list[int], list[autoremat.Report]]:
@@ -122,15 +116,7 @@ def test_the_budget_holds_where_tensors_shrink_as_the_input_grows():
     budget, before = 8 * LENGTH * WIDTH * 4, len(autoremat.reports())
     options = {"compiler": "aot_eager", "memory_budget": budget}
     step = torch.compile(behind, backend="autoremat", options=options, dynamic=True)
-
-    def peak(length: int) -> int:
-        weight.grad = None
-        with autoremat.track_peak("cpu") as measured:
-            step(torch.randn(length, WIDTH), cache, weight).backward()
-        return measured.bytes
-
-    peak(800)
-    peaks = [peak(length) for length in (800, 400, 3)]
+    peaks = [measured(step, [], torch.randn(length, WIDTH), cache, weight)[1] for length in (800, 400, 3)]
     assert max(peaks) <= budget
     assert max(peaks) > budget * 3 // 4
     assert any(report.recomputed_ops for report in autoremat.reports()[before:])

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config
 from torch._inductor.exc import InvalidCxxCompiler
+from trained_steps import LEAST
 
 import autoremat
 from autoremat import BudgetInfeasible, OptionsError, Report
@@ -22,9 +23,6 @@ from autoremat.basics.errors import find_cause
 from autoremat.compiler import dynamo_backend, planning
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
-
-
-LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 
 
 def Mlp() -> nn.Module:
@@ -179,22 +177,12 @@ def test_one_line_per_graph_at_info(caplog):
         assert word in line
 
 
-def run(**environment: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
-
-
 @pytest.mark.slow
 def test_torch_switches_it_on_and_traces_the_report(tmp_path):
-    done = run(TORCH_LOGS="+autoremat", TORCH_TRACE=str(tmp_path))
+    environment = {"PYTHONPATH": str(ROOT), "TORCH_LOGS": "+autoremat", "TORCH_TRACE": str(tmp_path)}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stderr.splitlines() if "the budget of" in line and "torch alone" in line]
     assert len([line for line in lines if " INFO" in line or line.startswith("I")]) == 1, done.stderr
     (trace,) = tmp_path.glob("*.log")

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
+from block_models import MeanSquare, Regions
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
@@ -20,16 +20,8 @@ def nothing_given(monkeypatch):
     monkeypatch.setattr(dynamo_backend, "_given", set())
 
 
-class Layers(nn.Module):
-    def __init__(self, checkpoints: bool) -> None:
-        super().__init__()
-        self.checkpoints = checkpoints
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        return x.square().mean()
+def layers(kind: type[MeanSquare] = MeanSquare) -> MeanSquare:
+    return kind(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
 
 
 def hints_of(model, **options) -> tuple[str, ...]:
@@ -37,16 +29,16 @@ def hints_of(model, **options) -> tuple[str, ...]:
 
 
 def test_checkpoints_left_on_are_told_with_their_time():
-    (hint,) = hints_of(Layers(True), memory_budget=0.9)
+    (hint,) = hints_of(layers(Regions), memory_budget=0.9)
     assert "ops for" in hint
     assert "of the budget stay unused" in hint
-    assert hints_of(Layers(False), memory_budget=0.9) == ()
+    assert hints_of(layers(), memory_budget=0.9) == ()
 
 
 def test_a_step_without_a_budget_is_told_what_it_needs():
-    (hint,) = hints_of(Layers(False))
+    (hint,) = hints_of(layers())
     assert "no memory_budget is set: this plan needs" in hint
-    assert hints_of(Layers(False), max_slowdown=0.03) == ()
+    assert hints_of(layers(), max_slowdown=0.03) == ()
 
 
 class Cached(nn.Module):
@@ -71,6 +63,6 @@ def test_outputs_beside_the_loss_are_named_in_hint_and_error():
 def test_each_hint_is_given_once(caplog):
     with caplog.at_level(logging.WARNING, "autoremat"):
         for _ in range(2):
-            model = Layers(False)
+            model = layers()
             torch.compile(model, backend="autoremat", options=UNCOMPILED)(X).backward()
     assert len(caplog.records) == 1

@@ -1,5 +1,6 @@
 """Threads, copies and budgets of one process: what others do while a graph is compiled, and must not see of it."""
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 from oracles import same_bits
 from torch import Tensor, fx, nn
+from trained_steps import gradients
 
 import autoremat
 from autoremat.compiler import compile_loop
@@ -131,7 +133,7 @@ def test_plain_inductor_compiles_and_runs_backwards_at_all_points_of_our_compila
         (report,) = autoremat.reports()[before:]
         return report
 
-    def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
+    def gradients_of(loss: Tensor, model: nn.Module) -> list[Tensor]:
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
     def model_of(width: int) -> nn.Module:
@@ -141,8 +143,8 @@ def test_plain_inductor_compiles_and_runs_backwards_at_all_points_of_our_compila
     def visit(point: str) -> bool:
         lazy, loss = known[point]
         fresh = model_of(144)
-        expected = gradients(fresh(x).sum(), fresh), gradients(lazy(x).sum(), lazy)
-        found = gradients(torch.compile(fresh)(x).sum(), fresh), gradients(loss, lazy)
+        expected = gradients_of(fresh(x).sum(), fresh), gradients_of(lazy(x).sum(), lazy)
+        found = gradients_of(torch.compile(fresh)(x).sum(), fresh), gradients_of(loss, lazy)
         return all(torch.allclose(a, b, atol=1e-5) for one, two in zip(found, expected, strict=True)
                    for a, b in zip(one, two, strict=True))  # fmt: skip
 
@@ -183,46 +185,21 @@ def test_a_substitute_acts_in_its_thread_and_is_put_back():
     assert module.double is double
 
 
-UNCOMPILED = {"compiler": "aot_eager"}
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())))
-
-
-def batch() -> Tensor:
-    return torch.linspace(-1, 1, 256 * 32).view(256, 32)
-
-
-def compile_(module: nn.Module, budget: object = 0.75) -> nn.Module:
-    return torch.compile(module, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget})
-
-
-def gradients(compiled: nn.Module) -> list[Tensor]:
-    compiled.zero_grad(set_to_none=True)
-    compiled(batch()).exp().mean().backward()
-    return [p.grad for p in compiled.parameters()]
-
-
-def all_same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(same_bits, some, others))
-
-
 @pytest.mark.slow
 def test_threads_that_compile_together_keep_their_own_budgets():
-    expected = gradients(compile_(model(), 1.0))
+    model, barrier = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh()))), threading.Barrier(3)
+    model_of, x = {share: copy.deepcopy(model) for share in (0.75, 0.85, 1.0)}, torch.linspace(-1, 1, 256 * 32).view(256, 32)
+
+    def train(share: float) -> list[Tensor]:
+        options = {"compiler": "aot_eager", "memory_budget": share}
+        compiled = torch.compile(model_of[share], backend="autoremat", options=options)
+        return gradients(lambda x: compiled(x).exp().mean(), model_of[share], x)
+
+    expected = train(1.0)
     torch._dynamo.reset()
-    barrier = threading.Barrier(3)
-
-    def work(share: float) -> list[Tensor]:
-        module = model_of[share]
-        barrier.wait()
-        return gradients(compile_(module, share))
-
-    before, model_of = len(autoremat.reports()), {share: model() for share in (0.75, 0.85, 1.0)}
+    before = len(autoremat.reports())
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(work, model_of))
-    assert all(all_same(one, expected) for one in found)
+        found = list(pool.map(lambda share: barrier.wait() >= 0 and train(share), model_of))
+    assert all(all(map(same_bits, one, expected)) for one in found)
     reports = autoremat.reports()[before:]
     assert sorted(r.budget_bytes for r in reports) == [int(s * reports[0].baseline_peak_bytes) for s in sorted(model_of)]

@@ -8,7 +8,7 @@ import torch
 from oracles import same_bits
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from trained_steps import trained
+from trained_steps import gradients, trained
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning
@@ -178,37 +178,18 @@ def over_a_threshold(x: Tensor, w: Tensor) -> Tensor:
     return (h[rows].sin().sin() @ w).sin().square().mean()
 
 
-def gradients(**arguments: object) -> list[Tensor]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x, w = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        torch.compile(over_a_threshold, fullgraph=True, **arguments)(x, w).backward()
-    assert x.grad is not None
-    assert w.grad is not None
-    return [x.grad, w.grad]
-
-
-def planned(inner: str) -> list[Tensor]:
-    options = {"memory_budget": 1, "compiler": inner, "on_infeasible": "best_effort", "on_planning_error": "raise"}
-    found = gradients(backend="autoremat", options=options)
-    (report,) = autoremat.reports()
-    assert report.recomputed_ops > 0
-    decisions = {value.decision for value in report.values if value.op == "aten.nonzero.default"}
-    assert Decision.RECOMPUTED not in decisions, report
-    return found
-
-
-@pytest.fixture(autouse=True)
-def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoremat.report.registry._reports", [])
-
-
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_sizes_that_the_data_decide_are_not_decided_twice(inner):
-    expected, found = gradients(backend=inner), planned(inner)
-    assert inner == "inductor" or all(map(same_bits, found, expected))
-    torch.testing.assert_close(found, expected)
+    x, w = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    options = {"memory_budget": 1, "compiler": inner, "on_infeasible": "best_effort", "on_planning_error": "raise"}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = gradients(torch.compile(over_a_threshold, fullgraph=True, backend=inner), [], x, w)
+        found = trained(over_a_threshold, [], x, w, steps=1, **options)
+    assert found.report.recomputed_ops > 0
+    decisions = {value.decision for value in found.report.values if value.op == "aten.nonzero.default"}
+    assert Decision.RECOMPUTED not in decisions, found.report
+    assert inner == "inductor" or all(map(same_bits, found.tensors, expected))
+    torch.testing.assert_close(found.tensors, expected)
 
 
 @pytest.mark.parametrize("name", ["nonzero", "repeat_interleave.Tensor", "equal"])

@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from block_models import Tied
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from trained_steps import measured
 
 import autoremat
 from autoremat import passes
@@ -121,34 +123,18 @@ def test_other_additions_stay(function):
     assert torch.equal(result, expected)
 
 
-class TiedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4096, 64)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return nn.functional.cross_entropy(hidden @ self.embedding.weight.t(), tokens)
-
-
 def step(in_order: bool) -> tuple[list[Tensor], autoremat.Report, int]:
     """Gradients, report and measured peak of the tied model without a budget."""
     torch.manual_seed(0)
-    model, tokens = TiedModel(), torch.randint(0, 4096, (512,))
+    model, tokens = Tied(4096, 64), torch.randint(0, 4096, (512,))
     with pytest.MonkeyPatch.context() as patch:
         if not in_order:
             patch.setattr(passes, "accumulate_into_first", lambda joint: 0)
         # An option that changes nothing but the key of Inductor's caches.
         compiled = torch.compile(model, backend="autoremat", options={"max_pointwise_cat_inputs": 8 + in_order})
-        compiled(tokens).backward()
-        model.zero_grad(set_to_none=True)
-        with autoremat.track_peak("cpu") as peak:
-            compiled(tokens).backward()
+        (_, *found), peak = measured(compiled, model, tokens)
     torch._dynamo.reset()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None], autoremat.reports()[-1], peak.bytes
+    return found, autoremat.reports()[-1], peak
 
 
 @pytest.mark.slow

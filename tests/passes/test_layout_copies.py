@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from trained_steps import gradients
 
 import autoremat
 from autoremat.compiler import compile_loop, joint_graph, lowering, reference
@@ -166,14 +167,11 @@ def test_results_have_the_layouts_and_the_numbers_of_eager():
 def test_gradients_and_their_layouts_are_those_of_eager(options):
     model, x = tower(), images().requires_grad_()
 
-    def gradients(call) -> list[Tensor]:
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-        call(x).square().mean().backward()
-        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+    def step(x: Tensor) -> Tensor:
+        return model(x).square().mean()
 
-    expected = gradients(model)
-    found = gradients(torch.compile(model, backend="autoremat", options=options))
+    expected = gradients(step, model, x)
+    found = gradients(torch.compile(step, backend="autoremat", options=options), model, x)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
         assert one.stride() == other.stride()

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from block_models import Gelu, block
+from block_models import Gelu, Regions, Tied, block
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from trained_steps import measured
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning
@@ -210,55 +209,23 @@ def test_a_broken_step_over_its_share_warns():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class Tied(nn.Module):
-    """A projection that shares its weight with the embedding. Inductor keeps the gradient of the logits until the sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.up, self.down = nn.Embedding(500, 32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.down(F.gelu(self.up(self.embedding(tokens))))
-        return F.cross_entropy(hidden @ self.embedding.weight.T, tokens)
-
-
-def regions(layer: Callable[[], nn.Module]) -> nn.Module:
-    """Returns layers in checkpointed regions."""
-
-    class Regions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(layer() for _ in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for one in self.layers:
-                x = checkpoint(one, x, use_reentrant=False)
-            return x.square().mean()
-
-    return Regions()
-
-
 def normalized() -> nn.Module:
     return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
 
 
 STEPS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "gelu": lambda: (Gelu(), torch.randn(512, 64)),
-    "tied": lambda: (Tied(), torch.randint(500, (512,))),
-    "regions": lambda: (regions(block), torch.randn(512, 64)),
-    "batch norm in regions": lambda: (regions(normalized), torch.randn(32, 8, 32, 32)),
+    "tied": lambda: (Tied(500, 32), torch.randint(500, (512,))),
+    "regions": lambda: (Regions(*(block() for _ in range(4))), torch.randn(512, 64)),
+    "batch norm in regions": lambda: (Regions(*(normalized() for _ in range(4))), torch.randn(32, 8, 32, 32)),
 }
 
 
 def measured_alone(step: str, backend: str) -> tuple[int, nn.Module, torch.Tensor]:
     """Returns the measured peak of a step without this package, and the step."""
     model, x = STEPS[step]()
-    compiled = torch.compile(model, backend=backend)
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        with autoremat.track_peak("cpu") as peak:
-            compiled(x).backward()
-    return peak.bytes, model, x
+    _, peak = measured(torch.compile(model, backend=backend), model, x)
+    return peak, model, x
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from block_models import EAGER, ROWS, WIDTH, Block, Broken, Layered, gradients, measured
+from block_models import ROWS, WIDTH, Block, Broken, Layered
 from oracles import same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from trained_steps import EAGER, gradients, measured
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
@@ -30,14 +31,14 @@ def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., Callable[..
 def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autoremat.StepProfile) -> None:
     """Compile under each step profile: the step fits, is as predicted, and has the bits of the plain one."""
     torch.compiler.reset()
-    expected = gradients(model, build("aot_eager"), inputs)
+    expected = gradients(build("aot_eager"), model, inputs)
     for profile in surveys:
         torch.compiler.reset()
         step = build("autoremat", {**EAGER, "memory_budget": profile})
-        peak = measured(model, step, inputs)
+        peak = measured(step, model, inputs)[1]
         assert peak <= profile.budget_bytes
         assert 0.9 * profile.peak_bytes <= peak <= profile.peak_bytes
-        found = gradients(model, step, inputs)
+        found = gradients(step, model, inputs)
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -73,7 +74,7 @@ def test_the_step_fits_its_budget_where_one_block_is_compiled_and_called_twelve_
     torch.compiler.reset()
     step = build("autoremat", {**EAGER, "memory_budget": found.minimum_peak_bytes})
     with pytest.warns(BudgetWarning, match="6 earlier calls hold"):
-        alone = measured(model, step, inputs)
+        alone = measured(step, model, inputs)[1]
     assert alone > found.minimum_peak_bytes
 
 
@@ -159,7 +160,7 @@ def test_the_step_fits_its_budget_under_inductor(regional):
     for budget in (1.0, 0.8) if regional else (0.8,):
         profile = found.within(budget)
         autoremat.configure(memory_budget=profile)
-        peaks.append(measured(model, step, inputs))
+        peaks.append(measured(step, model, inputs)[1])
         assert peaks[-1] <= profile.budget_bytes
         torch.compiler.reset()
     if regional:  # the broken function has one budget alone
@@ -230,11 +231,11 @@ def test_what_a_checkpoint_drops_is_not_counted_as_held(early_stop):
     profile = autoremat.profile_step(step, x, memory_budget=1.0, regional=True, options=EAGER)
     for block in blocks:
         block.compile(backend="aot_eager")
-    reference = measured(step, step, x)
+    reference = measured(step, step, x)[1]
     assert profile.reference_peak_bytes == pytest.approx(reference, rel=0.1)
     for block in blocks:
         block.compile(backend="autoremat", options={**EAGER, "memory_budget": profile})
-    assert measured(step, step, x) <= profile.budget_bytes
+    assert measured(step, step, x)[1] <= profile.budget_bytes
 
 
 def test_the_watch_counts_nothing_that_a_checkpoint_drops():
@@ -248,7 +249,7 @@ def test_the_watch_counts_nothing_that_a_checkpoint_drops():
     for block in blocks:
         block.compile(backend="autoremat", options={**EAGER, "memory_budget": room})
     step = Checkpointed(blocks, early_stop=True)
-    assert measured(step, step, x) <= room  # a warning would be an error
+    assert measured(step, step, x)[1] <= room  # a warning would be an error
 
 
 def step_of(peak: int) -> Step:

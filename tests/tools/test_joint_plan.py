@@ -10,11 +10,11 @@ from folders import ROOT
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.aot_autograd import aot_module
+from trained_steps import LEAST
 
 import autoremat
 
 EXAMPLES = ["aot_function", "graph_trainer", pytest.param("inductor", marks=pytest.mark.slow)]
-LEAST = {"memory_budget": 1, "on_infeasible": "best_effort", "compiler": "aot_eager"}
 
 
 class Layer(nn.Module):

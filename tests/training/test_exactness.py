@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from oracles import Outcome, differences, measured_step, train_step
+from oracles import NO_RECOMPUTATION, Outcome, differences, measured_step, train_step
 from random_modules import FUNCTIONS, RandomModule, fresh_inputs
 from strategies import GROUP, KINDS, Program, Step, programs, systematic
 
@@ -16,7 +16,6 @@ from autoremat import Report
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
-NO_RECOMPUTATION = "aot_eager_default_partitioner"
 LEAST = 1
 """A budget that nothing fits: best effort then takes the plan of least memory."""
 
@@ -85,8 +84,8 @@ def test_eager_autograd_agrees(start, choice):
     expected = two_steps(model, model)
     found, _ = at_least(start, choice)
     for ours, eager in zip(found, expected, strict=True):
-        for name, tensor in eager.tensors.items():
-            torch.testing.assert_close(ours.tensors[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+        for name, tensor in eager.items():
+            torch.testing.assert_close(ours[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @settings(max_examples=8, phases=WHILE_COMPILING)

@@ -1,5 +1,6 @@
-"""Saved tensors on the host: forms and budgets of small models, tensors that are named, and steps of several graphs."""
+"""Saved tensors on the host and as bits: budgets of small models, names, stored plans, and steps of several graphs."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,23 +8,25 @@ from typing import Any
 import pytest
 import stays
 import torch
-from block_models import ROWS, WIDTH, Broken, Layered, MeanSquare, gradients
+from block_models import ROWS, WIDTH, Broken, Chain, Layered, MeanSquare
 from offload_cells import BUDGETS, MODELS, STORES, Cells
-from oracles import differences, same_bits, train_step
+from oracles import same_bits
 from processes import group_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from trained_steps import EAGER, compiled, gradients, measured, trained
 
 import autoremat
-from autoremat import ConstraintWarning, OptionsError, track_peak
+from autoremat import BudgetWarning, ConstraintWarning, OptionsError, OptionWarning, PlanFileError, track_peak
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.policies import Forward, Region
+from autoremat.report.decisions import Decision
 from autoremat.step_profile.blocks import CompiledBlocks
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline"}
 AMPLE, TIGHT = 2**30, 200_000
 
 
@@ -37,12 +40,9 @@ def device() -> Iterator[None]:
 
 def check(model: nn.Module, step: Any, inputs: torch.Tensor, budget: int, host: int, planned: int | None) -> None:
     """Runs a step, and compares both peaks with their bounds and the bytes on the host with the plans."""
-    gradients(model, step, inputs)
-    model.zero_grad(set_to_none=True)
-    with track_peak("cpu") as peak:
-        step(inputs).backward()
+    _, peak = measured(step, model, inputs)
     now = stays.statistics("cpu")
-    assert peak.bytes <= budget
+    assert peak <= budget
     assert 0 < now.held_bytes <= host
     assert planned is None or now.held_bytes == planned
     assert now.used_bytes == 0
@@ -114,7 +114,7 @@ def test_buckets_share_the_host():
 
 def test_calls_in_flight_share_the_host():
     model, inputs = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.randn(256, 64)
-    expected = gradients(model, lambda x: model(x).square().mean(), inputs)
+    _, *expected = gradients(lambda x: model(x).square().mean(), model, inputs)
     options = {**EAGER, "memory_budget": 0.5, "in_flight": 3, "host_memory": AMPLE, "store": ("device", "host")}
     step = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
     model.zero_grad(set_to_none=True)
@@ -156,11 +156,6 @@ def Net() -> nn.Module:
     return MeanSquare(*layers)
 
 
-def trained(model: nn.Module, **options: Any) -> Any:
-    torch._dynamo.reset()
-    return train_step(torch.compile(model, backend="autoremat", options=options), model, (X,), 0)
-
-
 def on_host() -> set[str]:
     """The modules whose results the newest plan keeps on the host."""
     plan = autoremat.reports()[-1].plan
@@ -172,10 +167,10 @@ def on_host() -> set[str]:
 @pytest.mark.parametrize("budget", [None, 0.7])
 def test_named_tensors_wait_on_the_host_under_every_budget(budget):
     model = Net()
-    expected = trained(model, **EAGER)
+    expected = trained(model, model, X, steps=1).tensors
     save = {"layers.1.1": "host", "layers.2.1": "device", "layers.3.1": "host"}
-    found = trained(model, **HOST, memory_budget=budget, save=save)
-    assert not differences(found, expected)
+    found = trained(model, model, X, steps=1, **HOST, memory_budget=budget, save=save).tensors
+    assert all(map(same_bits, found, expected))
     named = on_host()
     assert named >= {"layers.1.1", "layers.3.1"}
     assert "layers.2.1" not in named
@@ -194,8 +189,8 @@ class OffloadInputs:
 
 def test_a_policy_names_forms_for_the_results_of_its_regions():
     model = Net()
-    expected = trained(model, **EAGER)
-    assert not differences(trained(model, **HOST, policy=OffloadInputs()), expected)
+    expected = trained(model, model, X, steps=1).tensors
+    assert all(map(same_bits, trained(model, model, X, steps=1, **HOST, policy=OffloadInputs()).tensors, expected))
     assert on_host() == {f"layers.{number}.3" for number in range(4)}
 
 
@@ -227,3 +222,43 @@ def test_a_bit_form_needs_store():
         autoremat.Options(save={"a": "disk"})
     kept = autoremat.Options(save={"a": "device", "b": "bits"}, store=("device", "bits"))
     assert autoremat.Options(save=kept.save, store=kept.store) == kept
+
+
+class Kept(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+
+KEPT, LONG = Kept(8, 64, activation=torch.tanh), torch.randn(4096, 64)
+
+
+def test_nothing_waits_on_the_host_under_compiled_autograd():
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step = compiled(KEPT, memory_budget=1.0, host_memory="1GiB")
+        with pytest.warns(BudgetWarning), pytest.warns(OptionWarning, match="under compiled autograd"):
+            step(LONG).backward()
+
+
+def test_a_stored_plan_needs_the_host_memory_that_it_takes():
+    budget = int(0.9 * autoremat.explain(KEPT, LONG, options=EAGER).minimum_peak_bytes)
+    plan = trained(KEPT, KEPT, LONG, steps=1, memory_budget=budget, host_memory="32MiB").report.plan
+    held = plan.timeline.host_bytes
+    assert trained(KEPT, KEPT, LONG, steps=1, plan=plan, host_memory=held).report.host_peak_bytes == held
+    with pytest.raises(PlanFileError, match=f'keeps .* on the host, and host_memory allows .*: raise it to "{held}B"'):
+        autoremat.explain(KEPT, LONG, options=EAGER | {"plan": plan, "host_memory": held - 1})
+
+
+def test_masks_are_kept_as_bits_if_the_option_allows_it():
+    model = Chain(8, 64, activation=lambda x: torch.dropout(x.tanh(), 0.3, True))
+    least = autoremat.explain(model, LONG, options=EAGER).minimum_peak_bytes
+    stores = ("device",), ("device", "bits")
+    outcomes = [trained(model, model, LONG, memory_budget=least, store=store) for store in stores]
+    assert all(map(same_bits, *(outcome.tensors for outcome in outcomes)))
+    plain, packed = (outcome.report for outcome in outcomes)
+    assert packed.recompute_seconds + packed.stall_seconds < plain.recompute_seconds
+    (form,) = {(form.name, form.host_bytes) for form in packed.plan.schedule.forms(packed.plan.graph).values()}
+    assert form == ("bits", 0)
+    assert stays.bytes_on_device(packed) == stays.bytes_of_stays(packed) // 8
+    assert {value.decision for value in packed.values} >= {Decision.PACKED, Decision.SAVED}
+    assert outcomes[1].peak <= packed.peak_bytes <= least

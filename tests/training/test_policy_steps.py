@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from captured import Seen, planned
-from oracles import Outcome, differences, measured_step, train_step
+from oracles import NO_RECOMPUTATION, Outcome, differences, measured_step, train_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,8 +17,6 @@ import autoremat
 from autoremat.basics.errors import BudgetInfeasible, ConstraintWarning
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 3, 32, 24, 64
-REFERENCE = "aot_eager_default_partitioner"
-"""Torch's debugging backend, whose default partition recomputes nothing."""
 
 
 class Attention(nn.Module):
@@ -146,7 +144,7 @@ def outcome(model: nn.Module, compiled: Callable[..., object], batch: torch.Tens
 
 def reference(model: nn.Module, batch: torch.Tensor) -> Outcome:
     torch._dynamo.reset()
-    return outcome(model, torch.compile(model, backend=REFERENCE), batch)
+    return outcome(model, torch.compile(model, backend=NO_RECOMPUTATION), batch)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """What people do today about activation memory, on small models of the kinds that they do it with, uncompiled."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import stays
@@ -27,25 +27,15 @@ from autoremat.request.surroundings import free_device_bytes
 MIB = 1 << 20
 
 
-@pytest.fixture
-def device_with(monkeypatch) -> Callable[[int], None]:
-    """Has the device of the step report so many free bytes."""
-
-    def give(free: int) -> None:
-        monkeypatch.setattr(surroundings, "free_device_bytes", lambda device: free)
-
-    return give
-
-
 @pytest.mark.slow
-def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkeypatch):
+def test_auto_recomputes_no_more_than_a_full_device_asks_for(monkeypatch):
     model, inputs = build("llama", layers=2)
     planned(model, *inputs)
     fastest = autoremat.reports()[-1]
     least = fastest.minimum_peak_bytes
     added = []
     for free in (least + 4 * MIB, 1 << 34):
-        device_with(free)
+        monkeypatch.setattr(surroundings, "free_device_bytes", lambda device, free=free: free)
         _, compiled = planned(model, *inputs, memory_budget="auto", auto_headroom="1MiB")
         report = autoremat.reports()[-1]
         assert report.budget_bytes == free - MIB

@@ -6,7 +6,7 @@ import pytest
 import torch
 from captured import planned
 from models import Named
-from oracles import differences, measured_step, train_step
+from oracles import NO_RECOMPUTATION, differences, measured_step, train_step
 from torch import nn
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -15,8 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autoremat
 from autoremat.basics.errors import ConstraintWarning
-
-REFERENCE = "aot_eager_default_partitioner"
 
 
 class Blocks(nn.Module):
@@ -53,10 +51,6 @@ def test_a_second_pass_through_the_same_blocks_adds_only_its_inputs():
     assert peaks[2] <= peaks[1] + inputs + summed
 
 
-def save_products(context, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def test_writes_inside_of_selective_checkpoints_are_kept():
     weight = torch.randn(32, 32, requires_grad=True)
 
@@ -66,7 +60,7 @@ def test_writes_inside_of_selective_checkpoints_are_kept():
         return torch.sin(y) @ weight
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, save_products)
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])  # saves products
         return checkpoint(region, x, use_reentrant=False, context_fn=contexts).square().mean()
 
     x = torch.randn(8, 32)
@@ -144,7 +138,7 @@ def test_an_op_with_several_results_may_be_ordered_either_way():
 
 def reference(model: nn.Module):
     torch._dynamo.reset()
-    return torch.compile(model, backend=REFERENCE)
+    return torch.compile(model, backend=NO_RECOMPUTATION)
 
 
 @torch.library.custom_op("autoremat_tests::shifted", mutates_args=())
@@ -158,12 +152,9 @@ shifted.register_autograd(lambda context, gradient: gradient)
 once = {"dropout": lambda x: F.dropout(x, 0.5), "choice": lambda x: x.sort(-1)[0], "custom": shifted}
 
 
-def demand(context, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_RECOMPUTE
-
-
 def checkpointed_step(kind: str, demanded: bool):
-    arguments = {"context_fn": partial(create_selective_checkpoint_contexts, demand)} if demanded else {}
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+    arguments = {"context_fn": contexts} if demanded else {}
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: once[kind](x.sin()).cos(), x, use_reentrant=False, **arguments).square().mean()
