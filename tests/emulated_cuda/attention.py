@@ -1,7 +1,5 @@
 """The fused attention kernels of CUDA as arithmetic on the host, in the shapes and layouts of torch's own meta kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +27,7 @@ class Arguments:
     @classmethod
     def of(
         cls, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, causal: bool, scale: float | None
-    ) -> Arguments:
+    ) -> "Arguments":
         refuse_strided_rows(query=query, key=key, value=value)
         groups = query.shape[1] // key.shape[1]
         wide = [tensor.cpu().float().repeat_interleave(groups, 1) for tensor in (key, value)]

@@ -124,13 +124,13 @@ def test_recorded_models_keep_to_their_budgets(name, sizes):
 
 
 class Branches(nn.Module):
-    def __init__(self, in_graph: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(64, 128), nn.Linear(128, 16)
         self.left, self.right = nn.Linear(128, 128), nn.Linear(128, 128)
         self.side, self.ready, self.done = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
-        self.apart = self.branches if in_graph else torch.compiler.disable(self.branches)
 
+    @torch.compiler.disable
     def branches(self, x: Tensor) -> Tensor:
         self.ready.record()
         with torch.cuda.stream(self.side):
@@ -142,12 +142,7 @@ class Branches(nn.Module):
         return left + right
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.gelu(self.apart(F.gelu(self.first(x))))).square().mean()
-
-
-def branches(in_graph: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    torch.manual_seed(0)
-    return on_card((Branches(in_graph), (torch.randn(256, 64),)))
+        return self.last(F.gelu(self.branches(F.gelu(self.first(x))))).square().mean()
 
 
 @pytest.mark.slow
@@ -170,7 +165,7 @@ def test_a_step_on_a_stream_of_its_own():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_streams_between_two_graphs():
-    module, inputs = branches(in_graph=False)
+    module, inputs = on_card((Branches(), (torch.randn(256, 64),)))
     reference = run_step(module, module, inputs).gradients
     step = planned_step(module, inputs, cost_model="roofline", memory_budget=1.0)
     assert relative_error(step.result.gradients, reference) <= ROUNDING[torch.float32]
