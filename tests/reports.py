@@ -4,7 +4,6 @@ import dataclasses
 
 from strategies import chain, changed
 
-from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.report.peak_snapshot import peak_of, profile_of
@@ -14,18 +13,15 @@ LENGTH = 24
 SIZE = 1 << 20
 
 
-def network() -> Graph:
-    """A chain of values of 1 MiB, each with a place in a model."""
+def report_for(budget: int | None, **fields: object) -> Report:
+    """The report of a plan for a chain of values of 1 MiB, each with a place in a model."""
     graph = chain(LENGTH, size=SIZE, seconds=1e-3, forward_outputs=(LENGTH,))
     values = tuple(
         dataclasses.replace(v, module=f"layers.{i}", source=f"/home/user/project/net/model.py:{i}")
         for i, v in enumerate(graph.values)
     )
-    return changed(dataclasses.replace(graph, values=values), saving_seconds_per_byte=1e-12)
-
-
-def report_for(budget: int | None, **fields: object) -> Report:
-    return report_on(Planner(network()).find(Limits(budget)), budget, **fields)
+    graph = changed(dataclasses.replace(graph, values=values), saving_seconds_per_byte=1e-12)
+    return report_on(Planner(graph).find(Limits(budget)), budget, **fields)
 
 
 def report_on(planning: PlanningResult, budget: int | None, **fields: object) -> Report:

@@ -6,8 +6,6 @@
 ``BUDGETS`` are what `tests/project/test_weight.py` holds. A step that deletes lowers them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

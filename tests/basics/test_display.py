@@ -50,24 +50,16 @@ KINDS = ("Report", "Plan", "ReportDiff", "StepProfile", "Pareto", "Fit")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_shows_a_line(shown, kind):
+def test_a_prompt_shows_a_line_and_rich_and_a_notebook_show_what_print_shows(shown, kind):
     text = repr(shown[kind])
     assert text.startswith(f"<{kind}: ")
     assert len(text) < 240
     assert "\n" not in text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rich_shows_what_print_shows(shown, kind):
     console = rich.console.Console(file=io.StringIO(), width=120)
     console.print(shown[kind])
     printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert printed == str(shown[kind]).splitlines()
     assert 3 <= len(printed) < 60
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_notebook_shows_what_print_shows(shown, kind):
     found = shown[kind]._repr_html_()
     assert (found[:5], found[-6:], "<" in found[5:-6]) == ("<pre>", "</pre>", False)
     assert html.unescape(found[5:-6]) == str(shown[kind])

@@ -5,8 +5,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +113,6 @@ OURS = (errors.BudgetWarning, errors.ConstraintWarning, errors.FallbackWarning, 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
 
 
-@contextmanager
-def warned() -> Iterator[None]:
-    """Checks that all warnings of the package, at least one, name a line of this file."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    own = [one for one in caught if one.category in OURS]
-    assert own
-    assert {one.filename for one in own} == {__file__}, own
-
-
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(function, backend="autoremat", options=EAGER | options)
 
@@ -187,5 +175,9 @@ WAYS = [over_budget, without_backward, late_defaults, useless_options, unmatched
 def test_warnings_of_steps_name_the_users_file(way):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # after a graph break, a graph without a backward may be a part
-    with warned():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         way()
+    own = [one for one in caught if one.category in OURS]
+    assert own
+    assert {one.filename for one in own} == {__file__}, own

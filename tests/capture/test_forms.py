@@ -16,7 +16,7 @@ from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.measure import calibration
 from autoremat.measure.calibration import host_link_of, least_link, measure_link
 from autoremat.planner.cost.links import HostLink
-from autoremat.planner.graph.op import Engine, Value
+from autoremat.planner.graph.op import Engine
 from autoremat.planner.settings import Settings
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -44,13 +44,13 @@ def step(x: torch.Tensor) -> torch.Tensor:
     return SECOND(hidden.t().contiguous().t()).sin().sum()
 
 
-def names_of(value: Value) -> tuple[str, ...]:
-    return tuple(form.name for form in value.forms)
-
-
 def with_forms(graph: PricedGraph) -> dict[str, tuple[str, ...]]:
     """The names of the forms of each op's only result, without those that have none."""
-    return {graph.graph.ops[v.producer].target: names_of(v) for v in graph.graph.values if v.forms and v.producer is not None}
+    return {
+        graph.graph.ops[v.producer].target: tuple(form.name for form in v.forms)
+        for v in graph.graph.values
+        if v.forms and v.producer is not None
+    }
 
 
 def test_large_results_of_the_forward_have_a_form_on_the_host(device):

@@ -34,11 +34,6 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def model(layers: int = 5) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)), nn.Linear(WIDTH, 8))
-
-
 def measured(step: Step, budget: float | int | str, plain: int = 0) -> tuple[int, list[str], int]:
     """The peak of a step after ``plain`` ordinary ones, the warnings up to there and the budget in bytes."""
     NET.zero_grad()
@@ -67,7 +62,8 @@ def named(message: str) -> int:
     return text_to_bytes(found[1].replace(" ", ""), "bytes", "")
 
 
-NET = model()
+torch.manual_seed(0)
+NET = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)), nn.Linear(WIDTH, 8))
 PARAMETERS = list(NET.parameters())
 
 
@@ -130,7 +126,7 @@ def repeated(f: Callable[..., Any], x: Tensor) -> object:
 STEPS: list[Step] = [
     once, kept, kept_and_ended, surgery, by_input, created, batched, jacobian, of_two_calls, copied, repeated,
 ]  # fmt: skip
-QUICK = (once, kept_and_ended, batched, repeated)
+QUICK = (once, kept, kept_and_ended, batched, repeated)
 slow = pytest.mark.slow
 
 
@@ -145,13 +141,8 @@ def test_a_step_over_its_budget_is_told_and_one_within_is_not(step, budget, plai
         # Of several gradients at once only an upper bound is known.
         assert bool(said) == (peak > limit) or (peak < limit < named(said[0])), said
     assert len(said) <= (2 if step is of_two_calls else 1)  # two reasons
-
-
-@pytest.mark.parametrize("step", [kept, batched])
-def test_the_bytes_are_those_that_are_measured(step):
-    peak, said, _ = measured(step, 0.65)
-    assert peak <= named(said[0]) * 1.001
-    assert named(said[0]) <= peak * (1.01 if step is kept else 1.5)
+    if step in (kept, batched) and budget == OPTIONS["memory_budget"]:
+        assert peak / 1.001 <= named(said[0]) <= peak * (1.01 if step is kept else 1.5)
 
 
 def test_each_function_is_told_of_once():

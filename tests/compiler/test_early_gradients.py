@@ -1,7 +1,5 @@
 """Early gradients: a graph in parts, without its dead code, with hooks between the backwards and the whole graph's bits."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +89,7 @@ class Trained:
     peak: int
     reports: list[autoremat.Report]
 
-    def equals(self, other: Trained) -> bool:
+    def equals(self, other: "Trained") -> bool:
         """True if all bits are those of ``other``."""
         return all(map(same_bits, self.losses + self.state, other.losses + other.state))
 

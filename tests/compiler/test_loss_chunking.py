@@ -24,7 +24,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def flat(logits: Tensor, labels: Tensor, **keywords: Any) -> Tensor:
-    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), **keywords)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **keywords)
 
 
 def shifted_as_transformers_does(logits: Tensor, labels: Tensor) -> Tensor:
@@ -63,6 +63,12 @@ def with_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return flat(logits, labels) + 0 * (logits.argmax(-1) == labels).float().mean()
 
 
+def with_noise(logits: Tensor, labels: Tensor) -> Tensor:
+    """Two draws of one size: the first needs the losses of all tokens, the second does not."""
+    losses = flat(logits, labels, reduction="none")
+    return F.dropout(losses).mean() + (F.dropout(labels.flatten() * 0.1) * losses).mean()
+
+
 LOSSES: dict[str, Loss] = {
     "mean": flat, "sum": lambda logits, labels: flat(logits, labels, reduction="sum") / 100,
     "weighted": lambda logits, labels: flat(logits, labels, weight=torch.linspace(0.5, 2.0, WORDS).to(logits.dtype)),
@@ -71,6 +77,7 @@ LOSSES: dict[str, Loss] = {
     "sliced_twice": lambda logits, labels: F.cross_entropy(logits[1:, 3:].flatten(0, 1), labels[1:, 3:].flatten()),
     "cropped": lambda logits, labels: F.cross_entropy(logits[..., : WORDS - 20].flatten(0, 1), labels.flatten() % 300),
     "capped": capped, "with_penalty": with_penalty, "masked": masked, "by_hand": by_hand, "with_accuracy": with_accuracy,
+    "with_noise": with_noise,
 }  # fmt: skip
 
 
@@ -103,42 +110,19 @@ def train(model: nn.Module, tokens: Tensor, **options: Any) -> tuple[list[Tensor
     return found.tensors, found.report
 
 
-def with_noise(logits: Tensor, labels: Tensor) -> Tensor:
-    """Two draws of one size: the first needs the losses of all tokens, the second does not."""
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return F.dropout(losses).mean() + (F.dropout(labels.flatten() * 0.1) * losses).mean()
+QUICK = {"mean", "shifted", "sliced", "capped", "masked", "by_hand", "with_accuracy", "with_noise"}
+CASES = [
+    *(pytest.param(name, False, False, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LOSSES),
+    *(pytest.param("shifted", *way, marks=pytest.mark.slow) for way in ((True, False), (False, True), (True, True))),
+]
 
 
-def test_draws_behind_the_logits_keep_their_sequence():
-    model, tokens = Model(with_noise), tokens_of()
-    results = []
-    for chunks in (False, 4):
-        torch.manual_seed(3)
-        found, report = train(model, tokens, chunk_loss=chunks)
-        results.append(found)
-    assert report.loss_chunks == 4
-    assert_close(*results)
-
-
-QUICK = {"mean", "shifted", "sliced", "capped", "masked", "by_hand", "with_accuracy"}
-
-
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES])
-def test_the_numbers_are_the_same(name):
-    model, tokens = Model(LOSSES[name]), tokens_of()
+@pytest.mark.parametrize(("name", "bias", "tied"), CASES)
+def test_the_numbers_are_the_same(name, bias, tied):
+    model, tokens = Model(LOSSES[name], bias, tied), tokens_of()
     wanted, whole = train(model, tokens, chunk_loss=False)
     found, report = train(model, tokens, chunk_loss=4)
     assert (whole.loss_chunks, report.loss_chunks) == (1, 4)
-    assert_close(found, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("bias", "tied"), [(True, False), (False, True), (True, True)])
-def test_with_a_bias_and_with_a_tied_weight(bias, tied):
-    model, tokens = Model(shifted_as_transformers_does, bias, tied), tokens_of()
-    wanted, _ = train(model, tokens, chunk_loss=False)
-    found, report = train(model, tokens, chunk_loss=5)
-    assert report.loss_chunks == 5
     assert_close(found, wanted)
 
 
@@ -171,13 +155,9 @@ def test_any_number_of_rows_and_parts(batch, length, parts):
 LARGE = 4096
 
 
-def mean(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def large(loss: Loss | None = None) -> tuple[Model, Tensor]:
+def large(**options: bool) -> tuple[Model, Tensor]:
     """A model whose peak is its logits."""
-    return Model(loss or mean, words=LARGE), tokens_of(4, 256)
+    return Model(flat, words=LARGE, **options), tokens_of(4, 256)
 
 
 def smallest(model: nn.Module, tokens: Tensor, **options: Any) -> int:
@@ -276,8 +256,7 @@ def test_a_stored_plan_of_parts_is_applied_to_parts(tmp_path):
 
 @pytest.mark.slow
 def test_under_inductor_with_a_tied_weight():
-    model = Model(mean, tied=True, words=LARGE)
-    tokens = tokens_of(4, 256)
+    model, tokens = large(tied=True)
     options: dict[str, Any] = {"compiler": "inductor"}
     wanted, whole = train(model, tokens, **options, chunk_loss=False)
     budget = whole.predicted_peak_bytes // 3
@@ -296,7 +275,7 @@ class ChunkedByTorch(Model):
 
 @pytest.mark.skipif(MINOR < 13, reason="torch has no F.linear_cross_entropy")
 def test_a_loss_that_torch_chunks_is_not_chunked_again():
-    model, tokens = ChunkedByTorch(mean, words=2 * LARGE), tokens_of(8, 128)
+    model, tokens = ChunkedByTorch(flat, words=2 * LARGE), tokens_of(8, 128)
     with pytest.warns(OptionWarning, match="linear_cross_entropy computes the loss in chunks already"):
         _, report = train(model, tokens, chunk_loss=8, cost_model="roofline")
     assert report.loss_chunks == 1
@@ -305,7 +284,7 @@ def test_a_loss_that_torch_chunks_is_not_chunked_again():
 
 @pytest.mark.slow
 def test_a_loss_that_inductor_chunks_is_not_chunked_again():
-    model, tokens = Model(mean, words=2 * LARGE), tokens_of(16, 128)
+    model, tokens = Model(flat, words=2 * LARGE), tokens_of(16, 128)
     options = {"auto_chunker.enable": True, "auto_chunker.num_chunk": 4, "chunk_loss": 8, "cost_model": "roofline"}
     with pytest.warns(OptionWarning, match="Inductor .* computes the loss in chunks already"):
         report = autoremat.explain(model, tokens, options=options, lower=True)

@@ -35,17 +35,13 @@ def product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output * target).sum()
 
 
-def pipeline_of(
-    rank: int, kind: str, options: dict[str, Any] | None, microbatches: int = MICROBATCHES
-) -> tuple[Any, nn.Module]:
+def pipeline_of(rank: int, kind: str, options: dict[str, Any] | None) -> tuple[Any, nn.Module]:
     """The schedule of this rank and its stage's module, compiled with ``options`` or not at all."""
-    from torch.distributed import pipelining
-
     stages = distributed.get_world_size()
     torch.manual_seed(rank)
     module = Part()
     stage = pipelining.PipelineStage(module, rank, stages, torch.device("cpu"))
-    schedule = getattr(pipelining, kind)(stage, microbatches, product)
+    schedule = getattr(pipelining, kind)(stage, MICROBATCHES, product)
     if options is not None:
         counted = {"in_flight": autoremat.in_flight(schedule, rank)}
         module.compile(backend="autoremat", options={"progress": False, **counted, **options})

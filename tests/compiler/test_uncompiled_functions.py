@@ -120,7 +120,7 @@ KINDS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "chosen rows": (chosen, "shape"),
     "one tensor twice": (one_twice, "duplicate"),
     "BatchNorm(momentum=None)": (averaged, "item"),
-    "LSTM": (recurrent, "LSTM"),
+    "LSTM": (recurrent, r"RNN, GRU, or LSTM(.|\n)*allow_rnn ?= ?True"),
     "while_loop": (repeated, "compiler"),
 }
 """The ways by name, each with a pattern that Dynamo's reason matches."""
@@ -187,6 +187,7 @@ def test_each_way_not_to_be_compiled_is_told_of_with_its_reason(kind, place):
     step = compiled(step_with(kind, place))
     texts = warned(lambda x: step(x).backward(), inputs(), inputs())
     assert any(re.search(KINDS[kind][1], text) for text in texts)
+    assert all(text.startswith("memory_budget=0.9 does not hold") for text in texts)
     assert len(texts) == len({text.partition(",")[0] for text in texts})  # each function once
     assert re.search(KINDS[kind][1], breaks.what_dynamo_said())
 

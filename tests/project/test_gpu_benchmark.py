@@ -4,8 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -29,20 +27,13 @@ def test_every_file_with_tests_for_a_card_is_run_on_it(gpu):
     assert marked == set(gpu.TEST_FILES)
 
 
-@pytest.fixture
-def call(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--results", str(tmp_path / "results"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.card
 @pytest.mark.skipif(bool(library.missing()), reason=f"no emulated card: {library.missing()}")
-def test_a_part_of_the_rehearsal(call, tmp_path):
-    done = call("--rehearse", "--stages", "rates", "CUDA graphs", "launches", "--units", "1", "--minutes", "30")
+def test_a_part_of_the_rehearsal(tmp_path):
+    stages = ["--rehearse", "--stages", "rates", "CUDA graphs", "launches", "--units", "1", "--minutes", "30"]
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--results", tmp_path / "results", *stages]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
     rates, row = [line["row"] for line in lines if "row" in line]

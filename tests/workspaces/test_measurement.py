@@ -1,5 +1,6 @@
 """Kernels without a formula are measured, at their dearest data, and budgets hold for them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,24 +59,23 @@ def test_a_kernel_without_a_formula_is_measured(name: str) -> None:
     assert least <= measured(call, *arguments) <= formula(call, *arguments)
 
 
-def kernel(call: Callable[..., Any], *args: torch.Tensor) -> tuple[torch.fx.Node, tuple[Any, ...]]:
-    """The only ATen call of ``call``, and its arguments."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    (node,) = make_fx(call, tracing_mode="fake")(*args).graph.find_nodes(op="call_function", target=aten.linalg_qr.default)
-    return node, tuple(torch.fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+def measured_call(call: Callable[..., Any], op: Any, *args: torch.Tensor) -> measurement.Measured | None:
+    """What is measured of the last call of ``op`` that ``call`` traces."""
+    graph = make_fx(call, tracing_mode="fake")(*args).graph
+    node = next(n for n in reversed(graph.nodes) if getattr(n.target, "overloadpacket", None) is op)
+    return measurement.measured(node, tuple(torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])), {}, node.meta["val"])
 
 
 def test_a_measurement_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, args = kernel(torch.linalg.qr, torch.randn(33, 17))
-    found = measurement.measured(node, args, {}, node.meta["val"])
+    find = functools.partial(measured_call, torch.linalg.qr, aten.linalg_qr, torch.randn(33, 17))
+    found = find()
     assert found
     measurement.remember()
     monkeypatch.setattr(measurement, "_known", {})  # as in another process
     monkeypatch.setattr(measurement, "_measure", lambda *_: pytest.fail("measured again"))
-    assert measurement.measured(node, args, {}, node.meta["val"]) == found
+    assert find() == found
     monkeypatch.setattr(measurement, "_stored", lambda _: pytest.fail("read again"))
-    assert measurement.measured(node, args, {}, node.meta["val"]) == found
+    assert find() == found
 
 
 def test_a_loss_that_keeps_the_buffer_it_is_the_mean_of_counts_so() -> None:
@@ -93,9 +93,8 @@ def test_a_loss_that_keeps_the_buffer_it_is_the_mean_of_counts_so() -> None:
 
 
 def test_measuring_within_a_measured_block_disturbs_neither() -> None:
-    node, args = kernel(torch.linalg.qr, torch.randn(35, 17))
     with autoremat.track_peak("cpu") as peak:
-        assert measurement.measured(node, args, {}, node.meta["val"])
+        assert measured_call(torch.linalg.qr, aten.linalg_qr, torch.randn(35, 17))
         kept = torch.zeros(1000)
     assert peak.bytes >= kept.nbytes
 
@@ -278,10 +277,7 @@ def exact_calls() -> dict[Any, tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize("op", [op for op in CPU if op in EXACT_RESULTS], ids=str)
 def test_only_ops_without_excess_are_taken_to_have_exact_results(op: Any) -> None:
-    graph = make_fx(lambda: op(*exact_calls()[op]), tracing_mode="fake")().graph
-    node = next(n for n in reversed(graph.nodes) if getattr(n.target, "overloadpacket", None) is op)
-    args = tuple(n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in node.args)
-    found = measurement.measured(node, args, {}, node.meta["val"])
+    found = measured_call(lambda: op(*exact_calls()[op]), op)
     assert found is not None
     assert not any(found.excess)
 
@@ -289,11 +285,9 @@ def test_only_ops_without_excess_are_taken_to_have_exact_results(op: Any) -> Non
 def test_each_result_has_the_memory_that_its_own_buffer_takes() -> None:
     def call() -> Any:
         words, starts = torch.zeros(12, dtype=torch.long), torch.zeros(4, dtype=torch.long)
-        return torch.ops.aten._embedding_bag(torch.ones(12, 8), words, starts, False, 2)
+        return aten._embedding_bag(torch.ones(12, 8), words, starts, False, 2)
 
-    node = next(n for n in reversed(make_fx(call, tracing_mode="fake")().graph.nodes) if isinstance(n.meta.get("val"), tuple))
-    args = tuple(n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in node.args)
-    found = measurement.measured(node, args, {}, node.meta["val"])
+    found = measured_call(call, aten._embedding_bag)
     assert found is not None
     assert [tensor.untyped_storage().nbytes() - tensor.nbytes for tensor in call()] == list(found.excess)
     assert any(found.excess[1:])
