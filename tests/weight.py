@@ -38,7 +38,7 @@ BUDGETS = {
     "workspaces": 669,
     "top": 403,
     "core": 29964,
-    "tests": 25775,
+    "tests": 25000,
     "benchmarks": 7733,
 }
 """Most lines of each package, of the modules beside them, of all of them, of the tests, and of the benchmarks."""

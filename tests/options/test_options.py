@@ -16,11 +16,7 @@ from requests_of_options import budget_with, key_of, request_with
 
 from autoremat.basics.environment import BUDGET, COST_MODEL
 from autoremat.basics.errors import OptionsError
-from autoremat.options.options import (
-    OWN_KEYS,
-    Options,
-    configure,
-)
+from autoremat.options.options import OWN_KEYS, Options, configure
 
 INDUCTOR_KEYS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "fallback_random")
 
