@@ -20,7 +20,7 @@ from folders import ROOT
 from layers import LAYERS, SOURCES
 
 BUDGETS = {
-    "basics": 1249,
+    "basics": 1252,
     "capture": 1395,
     "compiler": 4178,
     "device_memory": 442,
@@ -37,7 +37,7 @@ BUDGETS = {
     "torch_private": 3440,
     "workspaces": 669,
     "top": 403,
-    "core": 29964,
+    "core": 29967,
     "tests": 25000,
     "benchmarks": 7733,
 }

@@ -67,7 +67,10 @@ class CaptureError(AutorematError):
 
 
 class PlanningError(AutorematError, RuntimeError):
-    """Raised if a graph with a budget cannot be planned. Set `on_planning_error="fallback"`, and report the message."""
+    """Raised if a graph with a budget cannot be planned, from the error that is its `__cause__`.
+
+    Set `on_planning_error="fallback"`, and report the message.
+    """
 
 
 class StepProfileError(AutorematError, RuntimeError):

@@ -146,7 +146,7 @@ def test_recomputation_stands_just_before_its_need_and_happens_once():
     schedule = build_schedule(graph, {second})
     # The first backward op reads values 3 and 4: made from value 2. Value 1 is made only for the third.
     assert schedule.backward == (2, 3, 4, 5, 0, 6, 7)
-    assert schedule.recomputed(graph) == (2, 3, 0)
+    assert [schedule.sequence[at] for at in schedule.repetitions(graph)] == [2, 3, 0]
     assert schedule.saved(graph) == (second,)
 
 
