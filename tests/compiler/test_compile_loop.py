@@ -190,8 +190,8 @@ def test_the_key_has_the_bytes_that_auto_stands_for(card):
 @pytest.mark.parametrize(
     ("owner", "name", "other"),
     [
-        (torch.backends, "mkldnn", Mock(enabled=False)),
-        (torch.backends, "cudnn", Mock(enabled=False)),
+        (torch.backends, "mkldnn", Mock(enabled=False, matmul=torch.backends.mkldnn.matmul)),
+        (torch.backends, "cudnn", Mock(enabled=False, conv=torch.backends.cudnn.conv)),
         (records, "device_name", lambda device: "cpu of another make"),
         (torch.backends.cpu, "get_cpu_capability", lambda: "of another kind"),
         (compilers, "packs_operands", lambda dtype: None),
