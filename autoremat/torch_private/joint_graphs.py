@@ -71,7 +71,7 @@ def prepare_joint(
             node.meta["partitioner_tag"] = "is_forward"
     if functorch_config.cse:
         merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
-        # A call of the forward is not merged with one that the backward needs: a model may not want it saved.
+        # Since torch 2.14, a call of the forward is not merged with one of the backward: a model may not want it saved.
         key = resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)")
         joint.graph = merge(joint.graph, **({key: needed_for(gradients).__contains__} if key else {}))
     _run_effects_once(joint)

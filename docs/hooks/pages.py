@@ -15,6 +15,7 @@ from autoremat.options.options import Options
 
 DOCS = Path(__file__).parents[1]
 HEAD = "| Key | Values | Default | Effect |\n|---|---|---|---|\n"
+CHAPTER = "## Other errors\n"
 SECTION = re.compile(r"^### (\w+)\n\n.+?(?=\n\n#)", re.MULTILINE | re.DOTALL)
 
 
@@ -28,7 +29,7 @@ def option_rows() -> str:
             name, words = ast.unparse(field.target), str(ast.literal_eval(text.value))
             values, effect = " ".join(words.split()).split(" | ")
             default = getattr(Options(), name)
-            shown = f"{default >> 20} MiB" if name == "auto_headroom" else "`{}`".format(repr(default).replace("'", '"'))
+            shown = f"{default >> 20} MiB" if type(default) is int else "`{}`".format(repr(default).replace("'", '"'))
             rows.append(f"| `{name}` | {values} | {shown} | {effect} |\n")
     return "".join(rows)
 
@@ -41,8 +42,8 @@ def options_page(page: str) -> str:
 
 def errors_page(page: str) -> str:
     """Returns the page of errors with the docstrings of today; its sections before "Other errors" are written by hand."""
-    before, chapter, rest = page.partition("## Other errors\n")
-    return before + chapter + SECTION.sub(lambda match: f"### {match[1]}\n\n{inspect.getdoc(getattr(errors, match[1]))}", rest)
+    before, rest = page.split(CHAPTER)
+    return before + CHAPTER + SECTION.sub(lambda match: f"### {match[1]}\n\n{inspect.getdoc(getattr(errors, match[1]))}", rest)
 
 
 PAGES = {DOCS / "options.md": options_page, DOCS / "troubleshooting.md": errors_page}
