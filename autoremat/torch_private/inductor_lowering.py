@@ -374,7 +374,7 @@ def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[Low
 def without_kernels() -> Iterator[None]:
     """Makes Inductor generate all code and compile no kernel, while active.
 
-    The compiled results cannot be called, and no cache stores them.
+    The results cannot be called, and no cache stores them. A CPU's kernels lack their vector loops, which decide no buffer.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -389,7 +389,7 @@ def without_kernels() -> Iterator[None]:
 
     with (
         functorch_config.patch({"enable_autograd_cache": False}),
-        inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
+        inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp.simdlen": 1}),
         hooked(GraphLowering, "compile_to_module", only_generated),
     ):
         yield
