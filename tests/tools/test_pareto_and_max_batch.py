@@ -181,11 +181,11 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     model = Mlp()
     fit = autoremat.max_batch(lambda rows: torch.randn(rows, 64), model, MIB, options=EAGER)
     assert fit.report.predicted_peak_bytes <= MIB < fit.next_minimum_bytes
-    assert fit.next_size == fit.size + 1
-    assert len(fit.tried) < 12
+    assert fit.size < fit.next_size <= fit.size * 33 / 32
+    assert len(fit.tried) < 8
     assert autoremat.explain(model, torch.randn(fit.size, 64), options=EAGER | {"memory_budget": MIB}).fits
     with pytest.raises(BudgetInfeasible) as refused:
-        autoremat.explain(model, torch.randn(fit.size + 1, 64), options=EAGER | {"memory_budget": MIB})
+        autoremat.explain(model, torch.randn(fit.next_size, 64), options=EAGER | {"memory_budget": MIB})
     assert refused.value.minimum_bytes == fit.next_minimum_bytes
     assert format_bytes(fit.next_minimum_bytes) in str(fit)
 
@@ -228,9 +228,9 @@ def test_the_search_finds_the_last_that_fits(slope, start, power, largest):
     search = SizeSearch(outcome_of, 10**6)
     search.run()
     assert peak(search.fits) <= budget
-    assert search.misses == search.fits + 1
+    assert search.misses - search.fits <= max(search.fits // 32, 1)
     assert peak(search.misses) > budget
-    assert len(search.outcomes) < 60
+    assert len(search.outcomes) < 20
 
 
 model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))
