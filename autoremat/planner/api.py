@@ -27,11 +27,12 @@ def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, see
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
     """Returns the result of the search. If a gap remains, annealing follows, and the integer program of a small graph."""
     begun = time.monotonic()
+    annealing_end = begun + (1.0 + settings.single_phase_share) / 2 * time_limit
     search_share, good_gap = 1.0, settings.rough_gap
     if graph.single_phase:
-        search_share, good_gap = settings.single_phase_search_share, settings.good_gap
+        search_share, good_gap = settings.single_phase_share, settings.good_gap
     found = Planner(graph, search_share * time_limit).find(Limits(budget))
-    found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
+    found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, annealing_end)
     return interval_model.improve(graph, budget, found, good_gap, begun + time_limit)
 
 

@@ -218,15 +218,12 @@ class Annealing:
     def _relieve(self, moment: int) -> None:
         """Evicts a value that is live at site ``moment`` but not read there, and recomputes it for its next read."""
         total = self.cumulative[-1]
-        for _ in range(settings.draws):
+        for _ in range(settings.refusals):
             index = self.movable[bisect_left(self.cumulative, self.random.random() * total)]
             following = self._gap_over(moment, index) if index < moment else None
             if following is not None:
-                earliest = max(moment + 1, self.first_site)
-                if self.random.random() < settings.early_probability and earliest < following:
-                    following = self.random.randrange(earliest, following)
                 self.chain = settings.move_recomputations
-                self._request(index, following, settings.input_probability * self.random.random() ** 2)
+                self._request(index, following, self.random.random() ** 2)
                 return
 
     def _gap_over(self, moment: int, index: int) -> int | None:
@@ -250,12 +247,10 @@ class Annealing:
     def _propose(self, over: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
         """Makes one move. ``over`` holds the bytes over the budget at each site of the current state."""
         over_budget = np.flatnonzero(over > 0.0)
-        chance = self.random.random()
-        removal = settings.removals[0] if len(over_budget) else settings.removals[1]
-        if self.chosen and chance < removal:
+        if self.chosen and self.random.random() < 0.5:
             self._withdraw(*self.chosen[int(self.random.random() * len(self.chosen))])
             worst = int(self.sites.together.argmax())
-            if chance >= settings.removals[2] and self.sites.together[worst] > self.budget:
+            if self.sites.together[worst] > self.budget:
                 self._relieve(worst)
         elif len(over_budget):
             self._relieve(int(over_budget[int(self.random.random() * len(over_budget))]))
@@ -269,7 +264,7 @@ class Annealing:
         ``hottest`` is the first temperature in mean seconds of an op. ``deadline`` is a time of the monotonic clock in seconds.
         """
         sites = self.sites
-        factor, temperature, price = settings.prices[0], 0.0, 0.0
+        factor, temperature, price = settings.price, 0.0, 0.0
         over, excess = self._over()
         best, least = math.inf, math.inf
         fitting: list[tuple[int, int]] | None = None
@@ -280,10 +275,10 @@ class Annealing:
                 if time.monotonic() > deadline:
                     interrupted = True
                     break
-                factor *= settings.price_changes[0] if excess else settings.price_changes[1]
-                factor = min(max(factor, settings.prices[1]), settings.prices[2])
+                factor *= 1.0 + (settings.price_change if excess else -settings.price_change)
+                factor = min(max(factor, settings.price), 1.0 / settings.price)
                 price = factor * self.op_seconds / self.value_bytes
-                temperature = self.op_seconds * hottest * (settings.temperatures[2] / hottest) ** (move / moves)
+                temperature = self.op_seconds * hottest * (settings.temperature / 100 / hottest) ** (move / moves)
                 energy = sites.added + price * excess
             before = sites.together, sites.apart, sites.added
             sites.together, sites.apart = sites.together.copy(), sites.apart.copy()
@@ -318,27 +313,17 @@ def improve(
     ordered = any(op.constraint is Constraint.RECOMPUTE for op in graph.ops)
     if budget is None or ordered or not graph.is_plain or found.is_converged(good_gap):
         return found
-    moves, lengths = int(settings.moves_per_second * time_limit), list[int]()
-    warm_moves = int(settings.annealed_share * moves)
+    moves = int(settings.moves_per_second * time_limit) // 2
     # For training steps, the plans of the search are close to the optimum; for single-phase graphs, they seldom are.
-    if graph.single_phase or found.plan is None:
-        # Small graphs are searched several times, each longer than before. On a large one the first search is short, so that
-        # a plan exists if the time runs out.
-        cold_moves = int((1 - settings.annealed_share) * moves)
-        following = max(min(int(settings.annealed_share * cold_moves), settings.first_search_moves_per_op * len(graph.ops)), 1)
-        while cold_moves - sum(lengths) > 3 * following:
-            lengths.append(following)
-            following *= 2
-        lengths.append(cold_moves - sum(lengths))
-    for number, length in enumerate([*lengths, warm_moves]):
-        warm, search = number == len(lengths), Annealing(graph, budget, seed + number)
+    for warm in (False, True) if graph.single_phase or found.plan is None else (True,):
+        search = Annealing(graph, budget, seed + warm)
         if warm:
             schedule = (found.plan or found.smallest).schedule
             for index, site in zip(schedule.sequence, sites_of(graph, schedule), strict=True):
                 if index != site and search.sites.movable[index] and site not in search.sites.runs[index]:
                     search.change(True, index, site)
             search.sites.settle()
-        best, closest, interrupted = search.run(length, settings.temperatures[warm], deadline)
+        best, closest, interrupted = search.run(moves, settings.temperature / (10 if warm else 1), deadline)
         found = found.with_plans([Plan.of(graph, best or closest, "annealed")], budget, interrupted)
         if interrupted or found.is_converged(good_gap):
             break

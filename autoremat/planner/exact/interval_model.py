@@ -194,8 +194,8 @@ def improve(
     plans, interrupted = list[Plan](), False
     penalty = settings.penalty * max(graph.step_seconds, 1e-30) / max(found.baseline.peak_bytes, 1)
     models = list[IntervalModel]()  # the deepest one that is small, or that of depth 1, and deeper ones within ``columns``
-    for depth in settings.depths:
-        model = IntervalModel(graph, depth)
+    for doublings in itertools.count():
+        model = IntervalModel(graph, 2**doublings)
         if not 0 < model.columns <= columns or (models and model.columns == models[-1].columns):
             break
         models = [model] if model.columns <= settings.columns else [*models, model]

@@ -162,7 +162,7 @@ class Step:
         found = found[1:] or found
         least = min(map(self.added_seconds, found))
         seconds = sum(graph.calls * graph.step_seconds for graph in self.graphs)
-        most = least + max(least * settings.worth_of_a_plan, seconds * settings.worth_in_the_step) + ROUNDING
+        most = least + max(least * settings.worth_of_a_plan, seconds * settings.good_gap) + ROUNDING
         return next(plans for plans in found if self.added_seconds(plans) <= most)
 
     @property

@@ -81,8 +81,8 @@ class JointProgram:
 
     def _number_columns(self) -> None:
         first, end, columns = self.graph.num_forward, len(self.graph.ops), itertools.count()
-        self.late = [p for p in self._points(first, end, settings.program_points[1]) if p > first]
-        self.points = self._points(0, first, settings.program_points[0]) + self.late
+        self.late = [p for p in self._points(first, end, settings.program_points) if p > first]
+        self.points = self._points(0, first, settings.program_points) + self.late
         self.again, self.kept = _numbered(self.ops, columns), _numbered(self.values, columns)
         storable = ((value, form) for value in self.values for form in self.graph.values[value].forms)
         self.stored = _numbered((one for one in storable if one[0] not in self.outputs), columns)

@@ -51,7 +51,7 @@ class LocalSearch:
         self.graph, self.limit, self.share, self.random = graph, limit, share, random.Random(0)
         self.seconds_of, self.bytes_at = seconds_of, bytes_at
         self.never_saved = graph.derived(Facts).never_saved
-        self.patience = min(max(settings.trial_work // max(graph.num_forward, 1), settings.trials[0]), settings.trials[1])
+        self.patience = settings.trials
         self.seconds_of_a_byte = 1e-8 * graph.step_seconds
         """Seconds that each drop counts beside its own, so that free ones free many bytes."""
 
@@ -104,7 +104,7 @@ class LocalSearch:
         def choose(view: LiveView, most: int, banned: Set[Hashable]) -> list[Hashable]:
             """Applies drops until the deltas of the view fit, each at the fullest execution at which one helps."""
             chosen, stuck, drops = list[Hashable](), list[int](), Drops(view)
-            while len(chosen) < most and len(stuck) <= settings.executions and not self.is_over():
+            while len(chosen) < most and len(stuck) <= settings.refusals and not self.is_over():
                 over = view.bytes_at - target
                 over[stuck] = 0
                 fullest = int(over.argmax())
@@ -206,7 +206,7 @@ class LocalSearch:
         ]
         if not gaps:
             return None
-        count, drops = self.random.randint(1, settings.ruined_gaps), Drops(view)
+        count, drops = self.random.randint(1, settings.near), Drops(view)
         if are_neighbours:
             first = self.random.randrange(len(gaps))
             picked = gaps[first : first + count]
@@ -233,7 +233,7 @@ class LocalSearch:
         """Returns the plan of the least peak of a sequence of trials from one, all within ``seconds``."""
         failures = trial = 0
         while failures < 2 * self.patience and not self.is_over():
-            target = int(self.peak(plan) * (1.0 - settings.time_steps[trial % len(settings.time_steps)]))
+            target = int(self.peak(plan) * (1.0 - settings.step / 2 ** (trial % 6)))
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
             improves = self.peak(found) < self.peak(plan) and self.seconds_of(found) <= seconds
@@ -269,7 +269,7 @@ class LocalSearch:
     def cheapest(self, starts: Collection[Plan], target: int, enough: float) -> Plan | None:
         """Returns the cheapest plan found within ``target`` bytes, or None. One of ``enough`` seconds ends the search."""
         best = None
-        for solved in self.solved(starts, target, enough)[: settings.few]:
+        for solved in self.solved(starts, target, enough)[: settings.near]:
             if best is None or self.seconds_of(best) > enough:
                 found = self.improve(solved, target, enough)
                 best = found if best is None or self.seconds_of(found) < self.seconds_of(best) else best
@@ -277,7 +277,7 @@ class LocalSearch:
 
     def least_peak(self, starts: Collection[Plan], bound: int) -> Plan:
         """Returns the plan of the least peak found. A peak close to ``bound``, below which there is none, ends the search."""
-        lowest = sorted(starts, key=lambda plan: (self.peak(plan), plan.cost_seconds))[: settings.lowest_starts]
+        lowest = sorted(starts, key=lambda plan: (self.peak(plan), plan.cost_seconds))[: settings.near]
         enough = int(bound * (1.0 + settings.good_gap))
         best, failures, trial = lowest[0], 0, 0
         for start in lowest:

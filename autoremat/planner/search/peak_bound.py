@@ -131,7 +131,7 @@ def bound_on_peak(graph: Graph) -> int:
     most = {index: bound.certain_bytes(index, index, bound.read(index) | bound.made(index)) for index in backward}
     most = {index: certain + int(bound.most_bytes[index]) for index, certain in most.items()}
     found = max((bound.certain_bytes(index, *there) for index in backward for there in bound.live_sets(index)), default=0)
-    cuts = max(settings.peak_cuts // (1 + len(graph.ops) + len(graph.values)), settings.fewest_peak_cuts)
+    cuts = settings.peak_cuts // (1 + len(graph.ops) + len(graph.values))
     for index in sorted(backward, key=lambda index: (-most[index], index)):
         if cuts <= 0 or most[index] <= found:
             break

@@ -54,7 +54,7 @@ def place(grouped: GroupedPlan, limits: Limits, most_stall: float = math.inf) ->
     for num_freeing in dict.fromkeys((grouped.num_forward, grouped.num_freeing)):
         loads: dict[int, int] = {}
         goal = budget
-        for shrinkage in settings.goals:
+        for shrinkage in (0.0, settings.step):  # the second round knows where the first one loads values
             if least <= 1e-4 * grouped.clock[-1]:  # too little to look for less
                 return best
             sweep = _Sweep(grouped, num_freeing, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
@@ -153,7 +153,7 @@ class _Sweep:
         if one.form.load.engine is Engine.COMPUTE:
             return one.need
         if one.value not in self.loads:
-            begin = self.clock[one.need] - settings.load_lead * one.form.load.seconds
+            begin = self.clock[one.need] - one.form.load.seconds
             self.loads[one.value] = max(bisect_right(self.clock, begin) - 1, self.grouped.num_forward)
         return min(self.loads[one.value], one.need)
 

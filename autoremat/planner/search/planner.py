@@ -86,9 +86,8 @@ class Planner:
     def _lowered(self, quick: bool) -> Plan:
         """Returns the plan of the least peak found, without recomputation that this peak does not demand."""
         lowest = min(self.plans, key=_by_peak)
-        share = settings.quick_share if quick else settings.least_peak_share
-        with self.limit.beside(share) as limit:
-            search, bound = LocalSearch(self.graph, limit, settings.least_peak_share), self.bounds.within().peak_bytes
+        with self.limit.beside(settings.search_share) as limit:
+            search, bound = LocalSearch(self.graph, limit, settings.search_share), self.bounds.within().peak_bytes
             found = search.bring_down(lowest, bound) if quick else search.least_peak(self.plans, bound)
             found = min(lowest, LocalSearch(self.graph, limit).fill(found, found.peak_bytes), key=_by_peak)
             if self.has_forms:
@@ -150,7 +149,7 @@ class Planner:
 
     def _cheapest(self, budget: int, lowers: bool = True) -> Plan | None:
         """Returns the cheapest plan found within ``budget``. If no start leads to one and it ``lowers``, the lowest may."""
-        limit, share = self.limit, settings.plans_share
+        limit, share = self.limit, settings.search_share
         known = [plan for plan in (*self.plans, *self.found) if plan.peak_bytes <= budget]
         best = min(known, key=_by_cost, default=None)
         if best is not None and best.cost_seconds <= self.least_cost:
@@ -164,10 +163,7 @@ class Planner:
             solved = search.solved(starts, budget, enough)[:1]
             stays = StaysSearch(self.graph, limit, share, replace(self.limits, peak_bytes=budget))
             found += filter(None, (*solved, stays.run([*starts, *solved], enough)))
-        bare = min((plan.cost_seconds for plan in found if not plan.schedule.stays), default=math.inf)
-        least = min((plan.cost_seconds for plan in found), default=math.inf)
-        if not found or least - self.least_cost >= (1.0 - settings.large_gain) * (bare - self.least_cost):  # stays gain little
-            found += filter(None, [search.cheapest(starts, budget, enough)])
+        found += filter(None, [search.cheapest(starts, budget, enough)])
         if lowers and not found and best is None and self._lowest.peak_bytes <= budget:
             is_bare = not self._lowest.schedule.stays
             found += filter(None, [search.cheapest([self._lowest], budget, enough) if is_bare else self._lowest])
@@ -185,20 +181,19 @@ class Planner:
             bound = self._least_seconds(self._smallest.peak_bytes)
             return self._result(None, self._smallest, bound, Limits(seconds=seconds))
         seconds_of: SecondsOf = attrgetter("predicted_seconds")
-        search = LocalSearch(self.graph, self.limit, settings.plans_share, seconds_of)
-        least, most, fails, level = self.bounds.within().peak_bytes, best.peak_bytes, -1, settings.time_levels
-        while level - fails > 1:
-            middle = (fails + level) // 2
-            budget = least + (most - least) * middle // settings.time_levels
+        search = LocalSearch(self.graph, self.limit, settings.search_share, seconds_of)
+        least, most = self.bounds.within().peak_bytes, best.peak_bytes
+        while most - least > settings.rough_gap * most:
+            budget = (least + most) // 2
             found = next((p for p in search.solved(self.plans, budget, seconds) if seconds_of(p) <= seconds), None)
             if self.has_forms and found is None:
                 limits = replace(self.limits, peak_bytes=budget)
-                stays = StaysSearch(self.graph, self.limit, settings.plans_share, limits, seconds_of)
+                stays = StaysSearch(self.graph, self.limit, settings.search_share, limits, seconds_of)
                 found = stays.run(self.plans, seconds, thorough=False)
             if found is not None and seconds_of(found) <= seconds:
-                level, best = middle, min(best, found, key=_by_peak)
+                most, best = budget, min(best, found, key=_by_peak)
             else:
-                fails = middle
+                least = budget
         best = best if best.schedule.stays else search.lower(best, seconds)
         self.check(best)
         return self._result(best, self._smallest, self._least_seconds(best.peak_bytes), Limits(seconds=seconds))
@@ -216,14 +211,14 @@ class Planner:
         with self.limit.beside(1.0) as limit:
             search = LocalSearch(graph, limit)
             for level in levels:
-                found += search.solved(found, level, near=settings.few)
+                found += search.solved(found, level)
             # Plans of several amounts of saved bytes are those of a graph with very many open calls, within its budgets.
             many = LocalSearch(graph.with_calls(MANY), limit)
             starts = [Plan.of(many.graph, plan.schedule, plan.label) for plan in self.plans]
             peaks = [plan.peak_bytes for plan in starts]
-            for step in range(1, settings.saved_levels):
-                level = min(peaks) + (max(peaks) - min(peaks)) * step // settings.saved_levels
-                solved = many.solved(starts, level, near=settings.few)
+            for step in range(1, settings.levels):
+                level = min(peaks) + (max(peaks) - min(peaks)) * step // settings.levels
+                solved = many.solved(starts, level)
                 found += [Plan.of(graph, plan.schedule, plan.label) for plan in solved]
             bases = search.front([plan for plan in found if not plan.schedule.stays]) if self.has_forms else []
             for level in levels if bases else ():

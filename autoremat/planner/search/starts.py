@@ -88,7 +88,7 @@ class Starts:
         found = {point.saved: point for point in ends}
         gaps = [(ends[0], ends[1])]
         while gaps and len(found) < settings.levels:
-            if self.limit.has_passed(settings.starts_share):
+            if self.limit.has_passed(settings.search_share / 2):
                 self.lacks_cuts = True
                 break
             gaps.sort(key=lambda pair: pair[0].bytes - pair[1].bytes)
@@ -109,9 +109,8 @@ class Starts:
         found = [self.save_what_constraints_allow()]
         if not self.graph.single_phase:
             return found + [self.plan(saved, f"cut {number}") for number, saved in enumerate(self.curve())]
-        places = (*full_places(self.graph, 1), *full_places(self.graph, settings.splits - 1))
-        for place in dict.fromkeys(places):  # the fullest one first
-            if self.limit.has_passed(settings.starts_share):
+        for place in full_places(self.graph, 1):
+            if self.limit.has_passed(settings.search_share / 2):
                 self.lacks_cuts = True
                 break
             starts = Starts(split_at(self.graph, place), self.limit)

@@ -7,7 +7,7 @@ They come from larger budgets, from a linear program that knows when the link is
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -104,16 +104,17 @@ class StaysSearch(LocalSearch):
             self.consider(start)
         if not thorough:
             return self.best
-        for share in settings.quarters:
+        for share in (0.5, 1.0):
             level = self.budget + int(share * self._reach(fastest))
             for plan in () if is_done() else self.bare.solved(starts, level, enough, near=1):
                 self.consider(plan)
-        self._from_programs(fastest, is_done)
+        if not is_done():
+            self._from_program(fastest)
         failures = trial = 0
         while self.base is not None and failures < self.patience and not is_done():
             ruined = self.bare.ruined(self.base, trial)
-            level = int(self.base.peak_bytes * self.random.choice(settings.trial_levels))
-            improves = self.consider(self.bare.bring_down(ruined, max(level, self.budget), noisy=trial % 3 == 2))
+            level = max(self.base.peak_bytes, self.budget)
+            improves = self.consider(self.bare.bring_down(ruined, level, noisy=trial % 3 == 2))
             failures, trial = 0 if improves else failures + 1, trial + 1
         return self.best
 
@@ -125,31 +126,20 @@ class StaysSearch(LocalSearch):
         carried = grouped.store_rate * float(grouped.clock[grouped.num_forward])
         return int(max(min(carried, fastest.peak_bytes - self.budget), 0))
 
-    def _from_programs(self, plan: Plan, is_done: Callable[[], bool]) -> None:
-        """Considers the saved sets that linear programs find. Each counts from the plan of the one before."""
+    def _from_program(self, plan: Plan) -> None:
+        """Considers what a linear program saves at least half of. It counts the bytes beside from ``plan``."""
         from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
 
-        if is_done():
-            return
-        program, failures = JointProgram(self.graph, self._seconds_of_ops(plan), self.limits.host_bytes), 0
-        patience = min(max(settings.program_work // max(self.graph.num_forward, 1), 1), settings.programs)
-        for share in settings.program_budgets:
-            if failures == patience or is_done():
-                break
-            began, cost = time.monotonic(), self.least
-            with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
-                shares = program.solve(int(share * self.budget), plan, MOST_SECONDS)
-            if time.monotonic() - began >= MOST_SECONDS:  # by the solver's clock
-                self.limit.interrupted = self.limit.ended_by_clock = True
-            if shares is None:
-                break
-            chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.quarters[:-1])
-            for saved in dict.fromkeys(admissible(self.graph, frozenset(values)) for values in chosen):
-                found = self.plan(build_schedule(self.graph, saved), "program")
-                if found is not None:
-                    plan = found
-                    self.consider(found)
-            failures = 0 if self.least < cost else failures + 1
+        program = JointProgram(self.graph, self._seconds_of_ops(plan), self.limits.host_bytes)
+        began = time.monotonic()
+        with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
+            shares = program.solve(self.budget, plan, MOST_SECONDS)
+        if time.monotonic() - began >= MOST_SECONDS:  # by the solver's clock
+            self.limit.interrupted = self.limit.ended_by_clock = True
+        if shares is not None:
+            saved = admissible(self.graph, frozenset(np.flatnonzero(shares >= 0.5).tolist()))
+            if found := self.plan(build_schedule(self.graph, saved), "program"):
+                self.consider(found)
 
     def _seconds_of_ops(self, plan: Plan) -> NDArray[np.float64]:
         """For each op, its seconds under a plan; zero if that does not run it first in its own half."""
@@ -176,7 +166,7 @@ def lowest_with_stays(graph: Graph, limit: WorkLimit, limits: Limits, starts: Co
     best, peak = None, lowest.peak_bytes
     for base in (search.under.least_peak(starts, 0), lowest):
         low = level = search.grouped(base).least_bytes
-        for _ in range(settings.lowered_peaks):
+        for _ in range(settings.levels):
             if level >= peak:
                 break
             found = StaysSearch(graph, limit, 1.0, replace(limits, peak_bytes=level)).placed(base)
