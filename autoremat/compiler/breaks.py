@@ -39,13 +39,12 @@ COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 BACKENDS = ("autoremat.compiler.dynamo_backend", "autoremat.step_profile.blocks")
 """The modules of the backends whose budgets hold for functions of the user."""
 
-RNN = dynamo.WITHOUT_RNN
-
 REMEDIES = {
-    RNN: "torch._dynamo.config.allow_rnn = True lets Dynamo trace it, but at an nn.LSTM on a CPU torch may fail",
+    dynamo.WITHOUT_RNN: "torch._dynamo.config.allow_rnn = True lets Dynamo trace it, but at an nn.LSTM on a CPU torch may fail",
     "generator": "Compile a function that the generator calls",
     frames.MODE: "Run the first steps outside of that mode: count FLOPs, or watch ops, in a later step",
     frames.LISTED: "Pass a module with a forward of its own, which calls torch's modules, to torch.compile",
+    "`loss_type=": 'model.loss_type = "ForCausalLM", or the loss of another task, takes that line out',
     "Backend compiler": "torch logs the compiler's error; compiler='inductor' may do",
 }
 """What to do, by a phrase in Dynamo's reason."""
@@ -58,7 +57,6 @@ REMEDY = (
 
 SUPPRESSED = "torch._dynamo.config.suppress_errors = False raises the error in full"
 
-
 _told: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 """The functions that a warning has told of, each with the line that Dynamo cannot trace."""
 
@@ -68,7 +66,7 @@ def what_dynamo_said(since: int = 0) -> str:
 
     The text is empty if there are none.
     """
-    said = list(dict.fromkeys(f"  - {_where(code)}: {text}" for code, text in frames.reasons.since(since)))
+    said = list(dict.fromkeys(f"  - {_where(code)}: {dynamo.in_few_words(text)}" for code, text in frames.reasons.since(since)))
     more = [f"  - and {len(said) - SHOWN} other reasons"] if len(said) > SHOWN else []
     return "\n".join(["Dynamo broke graphs here, or left whole functions alone:", *said[:SHOWN], *more]) if said else ""
 
@@ -80,10 +78,14 @@ def note_on(gm: fx.GraphModule) -> str:
         return ""
     found = frames.frame_in_work()
     if after and found is not None:  # graphs behind this one ask for it, and `listen` may have come within this frame
-        frames.reasons.note(found[0], dynamo.in_few_words(after))
-    reason = (dynamo.in_few_words(after) if after else frames.reasons.behind()).partition(". ")[0]
-    where = f"{'after' if after else 'around' if after is None else 'before'} this graph{f' ({reason})' if reason else ''}"
-    return f"{BROKEN} {where}: {BETWEEN_GRAPHS}"
+        frames.reasons.note(found[0], after)
+    reason, side = after or frames.reasons.behind(), "after" if after else "around" if after is None else "before"
+    why = f" ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else ""
+    return f"{BROKEN} {side} this graph{why}: {BETWEEN_GRAPHS}. {_remedy(reason)}"
+
+
+def _remedy(reason: str) -> str:
+    return next((text for phrase, text in REMEDIES.items() if phrase in reason), REMEDY)
 
 
 _breaks_before: Counter[str] | None = None
@@ -123,20 +125,19 @@ def _after_a_frame(*_: object) -> None:
     found = frames.frame_in_work()
     if found is not None and before is not None:
         for reason in dynamo.graph_breaks() - before:
-            frames.reasons.note(found[0], dynamo.in_few_words(reason))
+            frames.reasons.note(found[0], reason)
 
 
 def _gave_up(given: GivenUp) -> None:
     """Notes a frame that runs uncompiled, and warns if it trains and a budget was asked for."""
     error = unwrapped(given.error)
     full = str(error) if error is given.error else f"{type(error).__name__}: {error}"
-    reason = dynamo.in_few_words(full)
-    place = f", at {short_source(given.line)}" if given.line else ""
+    reason = dynamo.in_few_words(full, given.line)
     is_listed = frames.LISTED in full
     reason = "no function of the user that Dynamo compiles calls this module of torch" if is_listed else reason
     if (frames.is_library(given.code.co_filename) and not is_listed) or given.code.co_name == "<genexpr>":
         return
-    frames.reasons.note(given.code, f"{reason}{place}")
+    frames.reasons.note(given.code, reason)
     asked = _asked(given.compiler)
     is_within = any(frame.f_code in _told for frame in frames.calling()) and not full.startswith(frames.LIMIT)
     # A warning told of the same line, or of the function of a helper such as a generator.
@@ -152,10 +153,9 @@ def _gave_up(given: GivenUp) -> None:
             f"they call. Raise torch._dynamo.config.{limit}, pad inputs to fewer sizes, or leave out dynamic=False"
         )
     else:
-        known = (text for phrase, text in REMEDIES.items() if phrase in full)
-        remedy = next(known, REMEDY) if given.is_refused else SUPPRESSED
+        remedy = _remedy(full) if given.is_refused else SUPPRESSED
         text = (
-            f"{asked} does not hold in {_where(given.code)}, which Dynamo leaves uncompiled: {reason}{place}. "
+            f"{asked} does not hold in {_where(given.code)}, which Dynamo leaves uncompiled: {reason}. "
             f"{remedy if is_listed else f'{OUTSIDE_OF_GRAPHS}. {remedy}'}"
         )
     _warn_once(given.code, text, given.line)
@@ -171,7 +171,7 @@ def warn_of_rnn(gm: fx.GraphModule, budget: object) -> None:
     asked, function = _asked(compiler), frames.function_of(code)
     if asked and function not in map(frames.function_of, _told):
         text = f"{asked} does not hold for an RNN in {_where(code)}, which runs uncompiled: {dynamo.in_few_words(reason)}"
-        _warn_once(code, f"{text}. {REMEDIES[RNN]}")
+        _warn_once(code, f"{text}. {REMEDIES[dynamo.WITHOUT_RNN]}")
 
 
 def _asked(compiler: Compiler) -> str:

@@ -80,8 +80,8 @@ def request_of(options: Options, around: Surroundings) -> Request:
         return replace(request, returned=returned, returned_bytes=returned_bytes)
     why = f" ({in_few_words(around.why_broken).partition('. ')[0]})" if around.why_broken else ""
     advice = (
-        f"this is one graph of several, for Dynamo broke the function{why}: share one budget among them, by "
-        "autoremat.profile_step(function, *inputs, memory_budget=...)"
+        f"this is one graph of several, for Dynamo broke the function{why}: take that line out, or share one budget among "
+        "them, by autoremat.profile_step(function, *inputs, memory_budget=...)"
     )
     request = Request.of(options, replace(limits, advice=(advice,)), calls)
     return request if limits.reference_share is None else replace(request, on_infeasible=AS_A_STEP)

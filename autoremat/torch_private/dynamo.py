@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import register_backend as register_backend
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext
 
 from autoremat.basics.units import rounded
 from autoremat.planner.memory.allocations import ROUNDING
-from autoremat.torch_private.frames import RESUMED, above_dynamo
+from autoremat.report.text_tables import short_source
+from autoremat.torch_private.frames import RESUMED, above_dynamo, line_of_user
 from autoremat.torch_private.hooks import is_untraced, untraced
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensors import storage_key
@@ -107,11 +108,16 @@ def graph_breaks() -> Counter[str]:
     return Counter(counters["graph_break"])
 
 
-def in_few_words(reason: str) -> str:
-    """Returns the first line of a graph break's reason, its explanation and its first hint."""
+def in_few_words(reason: str, line: str = "") -> str:
+    """Returns the first line of a graph break's reason, with the user's ``line``, its explanation and its first hint.
+
+    Without a ``line``, it is that of the latest break for the reason.
+    """
+    stacks = (one.user_stack for one in reversed(graph_break_reasons) if one.reason == reason)
+    place = short_source(line or line_of_user(next(stacks, [])))
     lines = [line.strip() for line in reason.strip().splitlines()]
     said = [line.partition(": ")[2] for kind in ("Explanation: ", "Hint: ") for line in lines if line.startswith(kind)][:2]
-    return ". ".join(text.rstrip(".") for text in (lines[0], *said) if text)
+    return ". ".join(text.rstrip(".") for text in (f"{lines[0]}, at {place}" if place else lines[0], *said) if text)
 
 
 def graph_break_around(gm: fx.GraphModule) -> str | None:
@@ -123,6 +129,8 @@ def graph_break_around(gm: fx.GraphModule) -> str | None:
     if ended is not None and ended.graph_break:
         if str(ended.reason).startswith(BY_DDP):  # buckets share one budget
             return None
+        if ended.reason == "step_unsupported":  # the break is inside of a call, and its reason the one before in the list
+            ended = next((one for one in reversed(graph_break_reasons) if one.reason != ended.reason), ended)
         return str(ended.reason)
     resumed = any(RESUMED in (node.meta.get("stack_trace") or "") for node in gm.graph.nodes)
     return "" if resumed else None

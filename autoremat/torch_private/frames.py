@@ -12,7 +12,7 @@ import re
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -88,8 +88,7 @@ class GivenUp:
     @property
     def line(self) -> str:
         """The user's line that Dynamo cannot trace, as "file:line"; empty if it is unknown."""
-        stack = getattr(self.error, "real_stack", None) or ()
-        return next((f"{one.filename}:{one.lineno}" for one in reversed(stack) if not is_library(one.filename)), "")
+        return line_of_user(getattr(self.error, "real_stack", None) or ())
 
     @property
     def trains(self) -> bool:
@@ -154,6 +153,11 @@ def _frames_in_work() -> list[tuple[CodeType, Any]]:
 def is_library(file: str) -> bool:
     """Returns True for a file of torch, of this package or of Python."""
     return file.startswith((*LIBRARIES, "<frozen")) or (file.startswith(STANDARD) and not INSTALLED.search(file))
+
+
+def line_of_user(stack: Sequence[traceback.FrameSummary]) -> str:
+    """Returns the innermost line of the user in a stack, as "file:line"; empty if there is none."""
+    return next((f"{one.filename}:{one.lineno}" for one in reversed(stack) if not is_library(one.filename)), "")
 
 
 def when_given_up(listener: Callable[[GivenUp], None]) -> None:
