@@ -44,6 +44,7 @@ from autoremat.compiler.split_budget import request_in_split
 from autoremat.options.options import Options, note_compiled
 from autoremat.report.registry import add_report, explain_absence_by, note_graph
 from autoremat.report.report import Report
+from autoremat.report.text_tables import PART
 from autoremat.request.budgets import is_profile, note_grant, requests_of
 from autoremat.request.request import AS_A_STEP, Request, RequestedLimits
 from autoremat.request.surroundings import BLOCK, RECEIVER, Surroundings
@@ -57,12 +58,6 @@ from autoremat.torch_private.process_groups import infers_metadata
 from autoremat.torch_private.symbolic_sizes import DynamicSize, dynamic_sizes, planned_for
 
 log = logging.getLogger("autoremat")
-
-PART = (
-    "one graph of several, for Dynamo broke the function: each has the share of its own reference peak, or its minimum peak "
-    "where that is more. The steps that run are judged as a whole, and a warning tells if they need more than the share"
-)
-"""Note in the reports of the graphs of a broken function under a share."""
 
 EVALUATION = ". All modules with its parameters are in evaluation mode: torch.no_grad() around evaluation needs no backward"
 """What a warning of an infeasible budget adds in evaluation with gradients on."""

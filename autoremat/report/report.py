@@ -12,7 +12,7 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report import plots, text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision
-from autoremat.report.text_tables import ReportDiff, where
+from autoremat.report.text_tables import PART, ReportDiff, where
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -81,7 +81,7 @@ class Report(Shown, ReportData):
 
     def summary(self) -> str:
         """Returns a line for logs: the peak, the budget, the peak of plain Inductor, the added time."""
-        verdict = "within" if self.within_budget else "OVER the budget of"
+        verdict = "within" if self.within_budget else "over its share of" if PART in self.notes else "OVER the budget of"
         budget = "without a budget" if self.budget_bytes is None else f"{verdict} {format_bytes(self.budget_bytes)}"
         clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
         tensors = len(self.plan.schedule.stays)

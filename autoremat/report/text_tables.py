@@ -19,6 +19,9 @@ from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot, remedy_for
 SAID = ("hints", "notes", "unknown_workspaces")
 """Attributes that the first lines of a report show."""
 
+PART = "one graph of several: each has the share of its own reference peak, or its minimum peak. A step that needs more warns"
+"""Note in the reports of the graphs of a broken function under a share."""
+
 SAVED_TENSORS_SHOWN, BRIEFLY_SAVED, SORTS_SHOWN = 10, 3, 4
 
 PLACES = {HOST: "on the host", BITS: "as bits", SHARDS: "as shards"}
@@ -31,7 +34,9 @@ def brief(report: ReportData) -> Rows:
     """Yields the lines of a printed report: six that every report has, then hints and notes."""
     verdict = "within the budget" if report.budget_bytes is not None else "no budget of memory"
     if not report.within_budget:
-        verdict = f"OVER THE BUDGET by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"
+        over = format_bytes(report.peak_bytes - (report.budget_bytes or 0))
+        part = f"one graph of a broken function, {over} over a share of its own peak: the budget is that of the step"
+        verdict = part if PART in report.notes else f"OVER THE BUDGET by {over}"
     elif not report.fits:
         verdict += "; unknown workspaces may exceed it" if report.unknown_workspaces else ", and OVER THE DEVICE"
     yield "verdict", verdict if report.keeps_time else f"{verdict}, and SLOWER than max_slowdown"
