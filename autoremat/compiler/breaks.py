@@ -55,8 +55,6 @@ REMEDY = (
 )
 """What to do otherwise."""
 
-SUPPRESSED = "torch._dynamo.config.suppress_errors = False raises the error in full"
-
 _told: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 """The functions that a warning has told of, each with the line that Dynamo cannot trace."""
 
@@ -153,7 +151,7 @@ def _gave_up(given: GivenUp) -> None:
             f"they call. Raise torch._dynamo.config.{limit}, pad inputs to fewer sizes, or leave out dynamic=False"
         )
     else:
-        remedy = _remedy(full) if given.is_refused else SUPPRESSED
+        remedy = _remedy(full) if given.is_refused else "torch._dynamo.config.suppress_errors = False raises the error in full"
         text = (
             f"{asked} does not hold in {_where(given.code)}, which Dynamo leaves uncompiled: {reason}. "
             f"{remedy if is_listed else f'{OUTSIDE_OF_GRAPHS}. {remedy}'}"

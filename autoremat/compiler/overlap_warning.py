@@ -59,8 +59,8 @@ class Watched:
         ledger = report.device_ledger
         self.bounds_gradients = not (by_share or (ledger is not None and ledger.counts_gradients))
         """True if the budget bounds the gradients of earlier calls too."""
-        broken = [note.partition(". ") for note in report.notes if by_share and note.startswith(BROKEN)]
-        self.breaks: Causes = [(cause, f"{remedy}. Otherwise, {PROFILE}") for cause, _, remedy in broken]
+        broken = (note for note in report.notes if by_share and note.startswith(BROKEN))  # each with its remedy
+        self.breaks: Causes = [(note, f"Otherwise, {PROFILE}") for note in broken]
 
     @cached_property
     def backward_bytes(self) -> BackwardBytes:

@@ -27,15 +27,13 @@ SAVED_TENSORS_SHOWN, BRIEFLY_SAVED, SORTS_SHOWN = 10, 3, 4
 PLACES = {HOST: "on the host", BITS: "as bits", SHARDS: "as shards"}
 """Words for forms in texts."""
 
-Rows = Iterator[tuple[str, str]]
 
-
-def brief(report: ReportData) -> Rows:
+def brief(report: ReportData) -> Iterator[tuple[str, str]]:
     """Yields the lines of a printed report: six that every report has, then hints and notes."""
     verdict = "within the budget" if report.budget_bytes is not None else "no budget of memory"
     if not report.within_budget:
         over = format_bytes(report.peak_bytes - (report.budget_bytes or 0))
-        part = f"one graph of a broken function, {over} over a share of its own peak: the budget is that of the step"
+        part = f"one graph of a broken function, {over} over its own share: the budget is the step's"
         verdict = part if PART in report.notes else f"OVER THE BUDGET by {over}"
     elif not report.fits:
         verdict += "; unknown workspaces may exceed it" if report.unknown_workspaces else ", and OVER THE DEVICE"

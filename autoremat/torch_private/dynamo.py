@@ -109,10 +109,7 @@ def graph_breaks() -> Counter[str]:
 
 
 def in_few_words(reason: str, line: str = "") -> str:
-    """Returns the first line of a graph break's reason, with the user's ``line``, its explanation and its first hint.
-
-    Without a ``line``, it is that of the latest break for the reason.
-    """
+    """Returns a graph break's reason in one line, with the user's ``line``, by default of the latest such break, and a hint."""
     stacks = (one.user_stack for one in reversed(graph_break_reasons) if one.reason == reason)
     place = short_source(line or line_of_user(next(stacks, [])))
     lines = [line.strip() for line in reason.strip().splitlines()]
