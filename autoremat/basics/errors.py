@@ -255,7 +255,8 @@ class BudgetInfeasible(AutorematError):
             return "use a device with more memory: no budget within that of this device suffices"
         fits = "which fits by simulation: an error there names what generated code needs" if self.is_simulated else "which fits"
         less = "; less may fit too" if self.lower_bound_bytes < self.minimum_bytes else ""
-        share = "" if self.reference_bytes is None else f"{least_share(self.minimum_bytes, self.reference_bytes):g}, or to "
+        reference = self.reference_bytes or 0
+        share = f"{least_share(self.minimum_bytes, reference):g}, or to " if self.minimum_bytes <= reference else ""
         return f"raise memory_budget to {share}{self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), {fits}{less}"
 
 
@@ -330,9 +331,10 @@ def best_effort_message(subject: str, needed_bytes: int, budget: int, share: flo
     needs = f"{subject} needs {needed}, over its budget of {limit}"
     if share is None or share_bytes(share, reference) != budget:
         return f"{needs}: nothing smaller was found, and it runs anyway"
+    least = f"The least share that works is {least_share(needed_bytes, reference):g}" if needed_bytes <= reference else None
     return (
         f"{needs} (memory_budget={share:g}, {share_text(share, reference)}): nothing smaller was found, and it runs at that "
-        f"peak. The least share that works is {least_share(needed_bytes, reference):g}. autoremat.explain tells more; "
+        f"peak. {least or 'No share works, for it needs more than without autoremat'}. autoremat.explain tells more; "
         'on_infeasible="raise" makes an infeasible share an error'
     )
 

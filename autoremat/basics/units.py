@@ -46,8 +46,8 @@ def share_bytes(share: float, reference_bytes: int) -> int:
 
 
 def least_share(needed_bytes: int, reference_bytes: int) -> float:
-    """Returns the least share of ``reference_bytes`` that is enough for ``needed_bytes``, in thousandths; at most 1."""
-    return min(1.0, math.ceil(Fraction(1000 * needed_bytes, max(1, reference_bytes))) / 1000)
+    """Returns the least share of ``reference_bytes`` that is enough for ``needed_bytes``, in thousandths."""
+    return math.ceil(Fraction(1000 * needed_bytes, max(1, reference_bytes))) / 1000
 
 
 def share_text(share: float, reference_bytes: int) -> str:

@@ -76,8 +76,7 @@ def test_reports_say_that_code_between_graphs_is_not_counted():
         return layers[1](h).square().mean()
 
     torch.compile(loss, backend="autoremat", options=OPTIONS)(x)
-    first, second = (report.notes[-1] for report in autoremat.reports()[-2:])
-    for side, note in (("after", first), ("before", second)):
+    for side, note in zip(("after", "before"), (report.notes[-1] for report in autoremat.reports()[-2:]), strict=True):
         assert re.search(rf"{side} this graph \(.*graph_break.* at .*test_breaks.py:\d+\).*not counted. model.loss_type", note)
     torch.compiler.reset()
     report = autoremat.explain(loss, x, options=OPTIONS)

@@ -12,7 +12,7 @@ from torch import nn
 from trained_steps import measured
 
 import autoremat
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import BudgetWarning, best_effort_message
 from autoremat.compiler import reference
 from autoremat.compiler.peers import Peers
 from autoremat.compiler.problem import Problem
@@ -120,6 +120,7 @@ def test_a_whole_function_that_does_not_fit_its_share_warns_and_needs_the_least(
     least = float(re.search(r"share that works is ([\d.]+\d)", str(warned[0].message))[1])
     assert f"raise memory_budget to {least:g}, or to {report.peak_bytes} " in str(refused.value)
     assert report.peak_bytes == report.minimum_peak_bytes > report.budget_bytes
+    assert "peak. No share works, for it needs more" in best_effort_message("the step", 65, 50, 0.8, reference=63)
     assert step(least).fits
     with pytest.warns(BudgetWarning):
         step(least - 0.001)
