@@ -1,6 +1,7 @@
 """Reports as text and as tables for terminals."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -54,7 +55,7 @@ def brief(report: ReportData) -> Iterator[tuple[str, str]]:
     is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
     yield "least possible", f"{'' if is_least else 'at most '}{format_bytes(report.minimum_peak_bytes)}"
     saved = (", ".join(filter(None, (format_bytes(one.bytes), one.module))) for one in report.saved[:BRIEFLY_SAVED])
-    yield "largest saved tensors", "; ".join(saved) or "none"
+    yield "largest saved tensors", re.sub(r"(?<=, )(?=\d)", "module ", "; ".join(saved)) or "none"  # "7" reads as a number
     yield from [*(("hint", text) for text in report.hints), *(("note", text) for text in report.notes)]
     if report.ended_by_clock:
         yield "note", "the search ENDED BY THE CLOCK: another run may find another plan, so raise time_limit"

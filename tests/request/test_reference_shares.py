@@ -121,6 +121,7 @@ def test_a_whole_function_that_does_not_fit_its_share_warns_and_needs_the_least(
     assert f"raise memory_budget to {least:g}, or to {report.peak_bytes} " in str(refused.value)
     assert report.peak_bytes == report.minimum_peak_bytes > report.budget_bytes
     assert "peak. No share works, for it needs more" in best_effort_message("the step", 65, 50, 0.8, reference=63)
+    assert "KiB, module 0" in str(report)
     assert step(least).fits
     with pytest.warns(BudgetWarning):
         step(least - 0.001)
