@@ -4,7 +4,7 @@ They are the vertices of the convex curve of saved bytes against recomputation. 
 time, and lives until its last reader.
 
 A split at an op turns a single-phase graph into a training step: the ops before it become the forward, the rest the backward.
-The joined halves of a plan of the split are a plan of the whole graph, and the cuts of several splits are starts.
+The joined halves of a plan of the split are a plan of the whole graph. The split at the fullest op has the starts.
 """
 
 from dataclasses import replace
@@ -110,10 +110,7 @@ class Starts:
         if not self.graph.single_phase:
             return found + [self.plan(saved, f"cut {number}") for number, saved in enumerate(self.curve())]
         for place in full_places(self.graph, 1):
-            if self.limit.has_passed(settings.search_share / 2):
-                self.lacks_cuts = True
-                break
             starts = Starts(split_at(self.graph, place), self.limit)
             found += [Plan.of(self.graph, Schedule(plan.sequence, ()), plan.label) for plan in starts.plans]
-            self.lacks_cuts = self.lacks_cuts or starts.lacks_cuts
+            self.lacks_cuts = starts.lacks_cuts
         return found
