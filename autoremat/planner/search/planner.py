@@ -183,7 +183,7 @@ class Planner:
         seconds_of: SecondsOf = attrgetter("predicted_seconds")
         search = LocalSearch(self.graph, self.limit, settings.search_share, seconds_of)
         least, most = self.bounds.within().peak_bytes, best.peak_bytes
-        while most - least > settings.rough_gap * most:
+        while most - least > max(settings.rough_gap * most, 1):
             budget = (least + most) // 2
             found = next((p for p in search.solved(self.plans, budget, seconds) if seconds_of(p) <= seconds), None)
             if self.has_forms and found is None:

@@ -209,7 +209,7 @@ def test_the_first_blocks_are_lean_and_the_last_ones_rich():
 
 
 def test_a_further_plan_must_save_a_thousandth_of_the_step():
-    longest = 5.0 / 8 / Settings().worth_in_the_step  # two plans save five seconds of all eight calls
+    longest = 5.0 / 8 / Settings().good_gap  # two plans save five seconds of all eight calls
     two, one = (share_out(step_of_blocks(8, 2, seconds), 600) for seconds in (0.99 * longest, 1.01 * longest))
     assert (two.added_seconds, one.added_seconds) == (3.0, 8.0)
 
