@@ -96,4 +96,4 @@ def status_if_slow(title: str, shown: bool = True) -> Iterator[None]:
         yield
     seconds = time.monotonic() - status.begin
     if console and status.outcome and seconds > (PATIENCE_SECONDS if console.is_terminal else LOG_INTERVAL_SECONDS):
-        print(f"autoremat: {status.outcome}"[:LINE], file=console.file, flush=True)
+        print(f"autoremat: {status.outcome}", file=console.file, flush=True)

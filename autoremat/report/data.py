@@ -176,7 +176,7 @@ class ReportData(Pricing):
             return "plain Inductor" if self.compiler == "inductor" else "torch alone", self.reference_bytes
         if self.soft_budget_bytes is not None:
             return "plain Inductor about", self.soft_budget_bytes
-        return "saving everything", self.baseline_peak_bytes
+        return "saving all", self.baseline_peak_bytes
 
     saved_bytes = Figure[int](lambda report: report.plan.saved_bytes)
     """Bytes on the device that cross from the forward into the backward."""
