@@ -159,12 +159,12 @@ def has_equal_bits(one: PlannedStep, other: PlannedStep) -> bool:
 
 def checked_model(name: str, dtype: torch.dtype, budgets: Sequence[Budget], rounding: float | None = None) -> list[PlannedStep]:
     """Checks a small model. Where rounding decides the sign of activations behind batch norm, or the experts of a token, the
-    reference is eager code in float32, at weights and inputs of ``dtype``, from which eager code differs as much."""
+    reference is eager code in float32, at weights and inputs of ``dtype``; ours may err half as much again as eager code."""
     built, reference = build(name), None
     if name in ("resnet", "experts") and dtype is not torch.float32:
         module, inputs = on_card(on_card(build(name), dtype))
         reference = run_step(module, module, inputs).gradients
         module, inputs = on_card(build(name), dtype)
         error = relative_error(run_step(module, module, inputs).gradients, reference)
-        rounding = max(ROUNDING[dtype], error) if rounding is None else rounding
+        rounding = max(ROUNDING[dtype], 1.5 * error) if rounding is None else rounding
     return checked(built, dtype, budgets, rounding, reference, has_dropout=name in HAVE_DROPOUT)
