@@ -145,7 +145,7 @@ def test_operands_in_float8_are_saved_with_one_byte():
     # Eager code rounds between two ops, so a value may fall on the other side of a step of 8 bits.
     reference = inductors_gradients(built, torch.bfloat16)
     checked((module, (x,)), torch.bfloat16, reference=reference)
-    report = planned_step(module, (x,), memory_budget=1.0).report
+    report = planned_step(module, (x,), memory_budget="1GiB").report
     narrow = [value for value in report.values if value.decision is Decision.SAVED and value.bytes == x.numel()]
     assert narrow
     assert not report.unknown_workspaces
