@@ -26,6 +26,7 @@ from torch import nn
 import autoremat
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.options.options import Options
+from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.tools.explain import previews
@@ -95,13 +96,12 @@ def plans_of(kind: Kind, batch: int, card: str) -> tuple[dict[str, Plan], int]:
         planner = Planner(without_traffic(priced.graph), SECONDS)
         least = planner.lowest
         planner.restart()
-        ours = planner.find(checkpoints.peak_bytes).plan or least
+        ours = planner.find(Limits(checkpoints.peak_bytes)).plan or least
         lowest = min(plain, *others, key=lambda plan: plan.peak_bytes)
         return {PLAIN: plain, LOWEST: lowest, CHECKPOINTS: checkpoints, OURS: ours}, least.peak_bytes
 
     options = Options.parse({"progress": False}, None, compilers.inductor_config_names)
-    (found,), _ = previews(by_hand, inputs, {}, options, card, by_torch)
-    (checkpoints,) = found
+    ((checkpoints,),), _ = previews(by_hand, inputs, {}, options, card, by_torch)
     (plans,), _ = previews(model, inputs, {}, options, card, look)
     return plans
 
