@@ -78,9 +78,9 @@ class SizeSearch:
                 if high is None:
                     guess = 2 * low if low == 1 else max(2 * low, self.on_a_line())
                     count = min(guess, FASTEST * low, self.limit)
-                elif high - low > max(low // CLOSE, 1):
+                elif high - low > (close := max(low // CLOSE, 1)):
                     way = len(self.outcomes) % 3  # the guess, then its neighbour, then the middle: a wrong guess costs little
-                    near = low + 1 if count == low else high - 1
+                    near = low + close if count == low else high - close
                     guess = self.on_a_line() if way == 0 else near if way == 1 else (low + high) // 2
                     count = min(max(guess, low + 1), high - 1)
 
