@@ -2,6 +2,7 @@
 
 import html
 import io
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,11 @@ from rich.text import Text
 from autoremat.basics.codec import printable
 
 WIDTH = 120
+
+
+def short_source(source: str) -> str:
+    """Returns the last three parts of an absolute path. A path within an installed package is relative, and stays whole."""
+    return "/".join(source.replace("\\", "/").split("/")[-3:]) if os.path.isabs(source) else source
 
 
 def as_text(*parts: RenderableType) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoremat.basics.display import short_source
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.op import Scope
-from autoremat.report.text_tables import short_source
 from autoremat.torch_private import symbolic_sizes
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensors import storage_key

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from autoremat.basics.checks import options_of, underscored
+from autoremat.basics.display import short_source
 from autoremat.basics.errors import BudgetWarning, unwrapped
 from autoremat.basics.warn import warn_at
 from autoremat.options.options import Options
-from autoremat.report.text_tables import short_source
 from autoremat.request.budgets import is_profile
 from autoremat.request.surroundings import RECEIVER
 from autoremat.torch_private import compilers, dynamo, frames, split_graphs
@@ -55,6 +55,9 @@ REMEDY = (
 )
 """What to do otherwise."""
 
+BREAKS = "TORCH_LOGS=graph_breaks prints the lines to take out of the training step"
+"""What to do where Dynamo tells no reason."""
+
 _told: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()
 """The functions that a warning has told of, each with the line that Dynamo cannot trace."""
 
@@ -83,7 +86,7 @@ def note_on(gm: fx.GraphModule) -> str:
 
 
 def _remedy(reason: str) -> str:
-    return next((text for phrase, text in REMEDIES.items() if phrase in reason), REMEDY)
+    return next((text for phrase, text in REMEDIES.items() if phrase in reason), REMEDY if reason else BREAKS)
 
 
 _breaks_before: Counter[str] | None = None

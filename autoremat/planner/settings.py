@@ -42,7 +42,8 @@ class Settings:
     """Number of single drops in a row that the simulator refuses, after which a plan is not brought further down. A batch ends
     after as many full executions at which no drop helps."""
     step: float = 0.03
-    """Share of the least peak found by which the next target is lower. Second placements stay below the budget by as much."""
+    """Share of the least peak found by which the next target is lower. Targets within a time are
+    this and down to a 32nd of it lower. Second placements stay below the budget by as much."""
     good_gap: float = 0.001
     """Distance to the lower bound at which a search or an integer program ends, as a share of the step or of the bound. One
     more plan per graph of a step must save as much."""

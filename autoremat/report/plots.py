@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autoremat.basics.display import short_source
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.plans.limits import undominated
 from autoremat.report import text_tables
@@ -228,7 +229,7 @@ def to_html(report: ReportData) -> str:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters.update(bytes=format_bytes, seconds=format_seconds, place=text_tables.place, op=op_name)
-    environment.filters["line"] = text_tables.short_source
+    environment.filters["line"] = short_source
     graphs: list[ReportData] = [report, *report.others]
     return environment.get_template("report.html").render(graphs=[_graph(one) for one in graphs], decisions=list(Decision))
 

@@ -1,12 +1,10 @@
 """Reports as text and as tables for terminals."""
 
-import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from autoremat.basics.display import PlainTable, Shown, named_figures
+from autoremat.basics.display import PlainTable, Shown, named_figures, short_source
 from autoremat.basics.errors import binding
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.durations import stalls_of
@@ -54,8 +52,10 @@ def brief(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "added time", f"{report.added_share:+.1%} of the step, predicted"
     is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
     yield "least possible", f"{'' if is_least else 'at most '}{format_bytes(report.minimum_peak_bytes)}"
-    saved = (", ".join(filter(None, (format_bytes(one.bytes), one.module))) for one in report.saved[:BRIEFLY_SAVED])
-    yield "largest saved tensors", re.sub(r"(?<=, )(?=\d)", "module ", "; ".join(saved)) or "none"  # "7" reads as a number
+    largest = ((one.bytes, one.module) for one in report.saved[:BRIEFLY_SAVED])
+    named = ((size, f"module {name}" if name[:1].isdigit() else name) for size, name in largest)  # "7" reads as a number
+    saved = (", ".join(filter(None, (format_bytes(size), name))) for size, name in named)
+    yield "largest saved tensors", "; ".join(saved) or "none"
     yield from [*(("hint", text) for text in report.hints), *(("note", text) for text in report.notes)]
     if report.ended_by_clock:
         yield "note", "the search ENDED BY THE CLOCK: another run may find another plan, so raise time_limit"
@@ -77,11 +77,6 @@ def tables(report: ReportData) -> list[PlainTable]:
             tensors.add_row(format_bytes(tensor.bytes), op, tensor.module, short_source(tensor.source))
         shown.append(tensors)
     return shown
-
-
-def short_source(source: str) -> str:
-    """Returns the last three parts of an absolute path. A path within an installed package is relative, and stays whole."""
-    return "/".join(source.replace("\\", "/").split("/")[-3:]) if os.path.isabs(source) else source
 
 
 def figures(report: ReportData) -> list[tuple[str, str]]:

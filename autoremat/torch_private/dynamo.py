@@ -11,9 +11,9 @@ from torch._dynamo import register_backend as register_backend
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext
 
+from autoremat.basics.display import short_source
 from autoremat.basics.units import rounded
 from autoremat.planner.memory.allocations import ROUNDING
-from autoremat.report.text_tables import short_source
 from autoremat.torch_private.frames import RESUMED, above_dynamo, line_of_user
 from autoremat.torch_private.hooks import is_untraced, untraced
 from autoremat.torch_private.symbolic_sizes import size_hint
@@ -112,8 +112,8 @@ def in_few_words(reason: str, line: str = "") -> str:
     """Returns a graph break's reason in one line, with the user's ``line``, by default of the latest such break, and a hint."""
     stacks = (one.user_stack for one in reversed(graph_break_reasons) if one.reason == reason)
     place = short_source(line or line_of_user(next(stacks, [])))
-    lines = [line.strip() for line in reason.strip().splitlines()]
-    said = [line.partition(": ")[2] for kind in ("Explanation: ", "Hint: ") for line in lines if line.startswith(kind)][:2]
+    lines = [text.strip() for text in reason.strip().splitlines()]
+    said = [text.partition(": ")[2] for kind in ("Explanation: ", "Hint: ") for text in lines if text.startswith(kind)][:2]
     return ". ".join(text.rstrip(".") for text in (f"{lines[0]}, at {place}" if place else lines[0], *said) if text)
 
 

@@ -51,7 +51,6 @@ class LocalSearch:
         self.graph, self.limit, self.share, self.random = graph, limit, share, random.Random(0)
         self.seconds_of, self.bytes_at = seconds_of, bytes_at
         self.never_saved = graph.derived(Facts).never_saved
-        self.patience = settings.trials
         self.seconds_of_a_byte = 1e-8 * graph.step_seconds
         """Seconds that each drop counts beside its own, so that free ones free many bytes."""
 
@@ -221,7 +220,7 @@ class LocalSearch:
     def improve(self, plan: Plan, target: int, enough: float) -> Plan:
         """Returns the cheapest plan of a sequence of trials from one that fits. One of ``enough`` seconds ends them."""
         failures = trial = 0
-        while failures < self.patience and self.seconds_of(plan) > enough and not self.is_over():
+        while failures < settings.trials and self.seconds_of(plan) > enough and not self.is_over():
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
             is_cheaper = self.seconds_of(found) < self.seconds_of(plan) * (1 - ROUNDING)
@@ -232,7 +231,7 @@ class LocalSearch:
     def lower(self, plan: Plan, seconds: float) -> Plan:
         """Returns the plan of the least peak of a sequence of trials from one, all within ``seconds``."""
         failures = trial = 0
-        while failures < 2 * self.patience and not self.is_over():
+        while failures < 2 * settings.trials and not self.is_over():
             target = int(self.peak(plan) * (1.0 - settings.step / 2 ** (trial % 6)))
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
@@ -284,7 +283,7 @@ class LocalSearch:
             for way in (partial(self.bring_down, target=bound), self.descend):
                 if self.peak(best) > enough:
                     best = min(best, way(start), key=lambda plan: (self.peak(plan), plan.cost_seconds))
-        while failures < self.patience and self.peak(best) > enough and not self.is_over():
+        while failures < settings.trials and self.peak(best) > enough and not self.is_over():
             found = self.descend(self.ruined(best, trial), self.peak(best))
             trial += 1
             best, failures = (found, 0) if self.peak(found) < self.peak(best) else (best, failures + 1)

@@ -111,7 +111,7 @@ class StaysSearch(LocalSearch):
         if not is_done():
             self._from_program(fastest)
         failures = trial = 0
-        while self.base is not None and failures < self.patience and not is_done():
+        while self.base is not None and failures < settings.trials and not is_done():
             ruined = self.bare.ruined(self.base, trial)
             level = max(self.base.peak_bytes, self.budget)
             improves = self.consider(self.bare.bring_down(ruined, level, noisy=trial % 3 == 2))
