@@ -45,7 +45,6 @@ from autoremat.planner.multigraph.ledger import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
-from autoremat.planner.settings import settings
 
 COST_MODELS = ("roofline", "calibrated")
 STORES = (DEVICE, HOST, BITS, SHARDS)
@@ -58,6 +57,8 @@ HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 HOST_FORMS = f'an int > 0 (bytes), a string such as {BYTE_FORMS}, "auto" or None'
 STORE_FORMS = f"a list of names among {', '.join(map(repr, STORES))} that has {DEVICE!r}, or None"
 SLOWDOWN_FORMS = 'a share in [0, 1], such as 0.03 or "3%"; "free" (costs nothing measurable); None (no bound)'
+FREE = 0.005
+"""Share of the step that ``max_slowdown="free"`` allows. Repeated measurements of one step differ by more."""
 PLAN_FORMS = "the path of a plan that Plan.save wrote, a Plan, a list of these, or None (search for a plan)"
 PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 SAVE_FORMS = f"{PATTERN_FORMS}, or a mapping from such patterns to forms among 'device', 'host' and 'bits'"
@@ -106,7 +107,7 @@ def _bandwidth(value: object, name: str) -> float:
 
 def _slowdown(value: object, name: str) -> float:
     if isinstance(value, str) and value == "free":
-        return settings.free_slowdown
+        return FREE
     share = as_number(parse_percent(value) if isinstance(value, str) else value)
     if 1 < share <= 100:
         raise OptionsError(f"max_slowdown={value!r} is above 1. {likely_share(share)}Accepted: {SLOWDOWN_FORMS}")

@@ -27,12 +27,10 @@ def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, see
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
     """Returns the result of the search. If a gap remains, annealing follows, and the integer program of a small graph."""
     begun = time.monotonic()
-    annealing_end = begun + (1.0 + settings.single_phase_share) / 2 * time_limit
-    search_share, good_gap = 1.0, settings.rough_gap
-    if graph.single_phase:
-        search_share, good_gap = settings.single_phase_share, settings.good_gap
+    half = settings.search_share / 2  # splits of a single-phase graph seldom give the best plans
+    search_share, good_gap = (half, settings.good_gap) if graph.single_phase else (1.0, settings.rough_gap)
     found = Planner(graph, search_share * time_limit).find(Limits(budget))
-    found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, annealing_end)
+    found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + (1.0 + half) / 2 * time_limit)
     return interval_model.improve(graph, budget, found, good_gap, begun + time_limit)
 
 

@@ -11,8 +11,8 @@ attention kernel is a core of its own (Korthikanti et al., "Reducing Activation 
 2022).
 
 *Segments* lie between narrow places. A place lies between two forward ops, and its width is the bytes of the values that cross
-it. Values that live through a large part of the forward are *long-range* (masks, rotary tables, encoder outputs, U-Net skips).
-They cross most places and do not count.
+it. Values that live longer than a segment (masks, rotary tables, encoder outputs, U-Net skips) cross most places, and do not
+count.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Op, Scope
-from autoremat.planner.settings import settings
 
 Ops = tuple[int, ...]
 """Numbers of forward ops, in sequence."""
@@ -102,26 +101,25 @@ class Forward:
     def segments(self, count: int) -> tuple[Ops, ...]:
         """Returns about ``count`` segments with about equally many bytes of results, cut at narrow places."""
         filled = np.cumsum(self.graph.made_bytes[: len(self.ops)], dtype=np.int64)
-        total, chosen = int(filled[-1]) if len(filled) else 0, list[int]()
+        total, chosen, width = int(filled[-1]) if len(filled) else 0, list[int](), self._width(len(self.ops) // count)
         for part in range(1, count):
             low, high = np.searchsorted(filled, [total * (part - 0.5) / count, total * (part + 0.5) / count])
             low, high = max(low, chosen[-1] + 1 if chosen else 0), min(high, len(filled) - 1)
             if low < high:
-                narrowest = np.flatnonzero(self.width[low:high] == self.width[low:high].min()) + low
+                narrowest = np.flatnonzero(width[low:high] == width[low:high].min()) + low
                 distance = np.abs(filled[narrowest] - total * part / count)
                 chosen.append(int(narrowest[distance.argmin()]))
         ends = pairwise((0, *(place + 1 for place in chosen), len(self.ops)))
         return tuple(tuple(range(begin, end)) for begin, end in ends if begin < end)
 
-    @cached_property
-    def width(self) -> NDArray[np.int64]:
-        """For each forward op, the bytes that cross from it to later ones, without those of long-range values."""
+    def _width(self, longest: int) -> NDArray[np.int64]:
+        """Returns, for each forward op, the bytes of values that cross from it to later ones and live for at most so many."""
         count = len(self.ops)
         change = np.zeros(count + 1, dtype=np.int64)
         for index, op in enumerate(self.ops):
             for value in op.outputs:
                 last = max((r for r in self.graph.readers[value] if r < count), default=index)
-                if last - index <= max(settings.long_range_ops, settings.long_range_share * count):
+                if last - index <= longest:
                     change[index] += self.graph.values[value].bytes
                     change[last] -= self.graph.values[value].bytes
         return np.cumsum(change)[:count]
@@ -150,7 +148,7 @@ class Forward:
         if not period:
             return ()
         count = length // period
-        width = self.width
+        width = self._width(period)
         # The sequence can begin at any of its ops. It begins where the fewest bytes cross from one repetition to the next.
         places = [start + shift + period * np.arange(count) for shift in range(length - count * period + 1)]
         first = min(places, key=lambda place: int(width[np.maximum(place - 1, 0)].sum()))[0]

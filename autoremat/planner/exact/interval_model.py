@@ -38,6 +38,9 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 from autoremat.planner.settings import settings
 
+PENALTY = 64.0
+"""Steps that an excess as large as the baseline's peak costs: so many that a plan that fits comes first."""
+
 
 def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
     """Returns, for each op, the sites where it may be recomputed. The number of ops stands for the end.
@@ -192,7 +195,7 @@ def improve(
     if budget is None or not graph.is_plain or found.is_converged(good_gap):
         return found
     plans, interrupted = list[Plan](), False
-    penalty = settings.penalty * max(graph.step_seconds, 1e-30) / max(found.baseline.peak_bytes, 1)
+    penalty = PENALTY * max(graph.step_seconds, 1e-30) / max(found.baseline.peak_bytes, 1)
     models = list[IntervalModel]()  # the deepest one that is small, or that of depth 1, and deeper ones within ``columns``
     for doublings in itertools.count():
         model = IntervalModel(graph, 2**doublings)
@@ -201,7 +204,7 @@ def improve(
         models = [model] if model.columns <= settings.columns else [*models, model]
     for model in models:
         allowance = np.zeros(len(graph.ops))
-        for _ in range(settings.programs):
+        while True:
             left = deadline - time.monotonic()
             program = _program(model, budget + allowance, penalty)
             solution = None if left <= 0.0 else solve(program, model.columns, left, settings.nodes, settings.good_gap)

@@ -162,7 +162,7 @@ class Step:
         found = found[1:] or found
         least = min(map(self.added_seconds, found))
         seconds = sum(graph.calls * graph.step_seconds for graph in self.graphs)
-        most = least + max(least * settings.worth_of_a_plan, seconds * settings.good_gap) + ROUNDING
+        most = least + max(least * settings.rough_gap, seconds * settings.good_gap) + ROUNDING
         return next(plans for plans in found if self.added_seconds(plans) <= most)
 
     @property
@@ -315,7 +315,7 @@ class _Program:
         solver = self.cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = settings.efforts[self.variants > 1]
+        solver.parameters.max_deterministic_time = settings.effort
         solver.parameters.relative_gap_limit = gap
         if solver.solve(self.model) not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
             return None

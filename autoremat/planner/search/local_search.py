@@ -195,23 +195,24 @@ class LocalSearch:
         return self.plan(schedule_of(self.graph, left), plan.label) or plan
 
     def _with_gaps(self, plan: Plan, are_neighbours: bool) -> Schedule | None:
+        """Returns the schedule with some values dropped, long gaps between two uses more often than short ones."""
         view = self.view(plan)
         gaps = [
-            (number, behind)
+            (number, behind, behind - before)
             for number in np.flatnonzero(view.idle[0]).tolist()
             if view.facts.may_run_again[view.value[number]] and view.size[number]
             for before, behind in pairwise((view.start[number], *view.uses[number]))
-            if behind >= view.border and behind - before > settings.shortest_gap
+            if behind >= view.border
         ]
         if not gaps:
             return None
         count, drops = self.random.randint(1, settings.near), Drops(view)
         if are_neighbours:
-            first = self.random.randrange(len(gaps))
+            (first,) = self.random.choices(range(len(gaps)), [length for *_, length in gaps])
             picked = gaps[first : first + count]
         else:
-            picked = self.random.choices(gaps, [view.size[number] for number, _ in gaps], k=count)
-        for number, behind in picked:
+            picked = self.random.choices(gaps, [view.size[number] * length for number, _, length in gaps], k=count)
+        for number, behind, _ in picked:
             options = drops.around(number, behind - 1) if behind in view.uses[number] else []
             if options:
                 drops.apply(self.random.choice(options))

@@ -131,12 +131,12 @@ def bound_on_peak(graph: Graph) -> int:
     most = {index: bound.certain_bytes(index, index, bound.read(index) | bound.made(index)) for index in backward}
     most = {index: certain + int(bound.most_bytes[index]) for index, certain in most.items()}
     found = max((bound.certain_bytes(index, *there) for index in backward for there in bound.live_sets(index)), default=0)
-    cuts = settings.peak_cuts // (1 + len(graph.ops) + len(graph.values))
+    failures = 0
     for index in sorted(backward, key=lambda index: (-most[index], index)):
-        if cuts <= 0 or most[index] <= found:
+        if failures >= settings.levels or most[index] <= found:
             break
-        for place, live in bound.live_sets(index):
-            found, cuts = max(found, bound.least(index, place, live)), cuts - 1
+        least = max(bound.least(index, place, live) for place, live in bound.live_sets(index))
+        found, failures = max(found, least), 0 if least > found else failures + 1
     return found
 
 

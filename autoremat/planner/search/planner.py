@@ -23,6 +23,9 @@ from autoremat.planner.search.stays_search import StaysSearch, lowest_with_stays
 from autoremat.planner.search.work_limit import CHECK, PLACEMENT, WorkLimit
 from autoremat.planner.settings import settings
 
+SOFT = 0.05
+"""Share of the step that a plan without a budget may cost, to need no more than without this package (docs/budgets.md)."""
+
 _by_peak, _by_cost = attrgetter("peak_bytes", "cost_seconds"), attrgetter("cost_seconds", "peak_bytes")
 
 
@@ -132,7 +135,7 @@ class Planner:
         elif budget is None:
             best, most = min(self.plans, key=_by_cost), self.limits.peak_bytes
             below = None if most is None else self._cheapest(most, lowers=False)
-            if below and below.cost_seconds - best.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds:
+            if below and below.cost_seconds - best.cost_seconds <= SOFT * self.graph.step_seconds:
                 best = below
             self._unlimited = best
         else:

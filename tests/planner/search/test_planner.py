@@ -13,8 +13,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.search.min_cut import FORBIDDEN, RESOLUTION, MinCut
-from autoremat.planner.search.planner import Planner
-from autoremat.planner.settings import Settings
+from autoremat.planner.search.planner import SOFT, Planner
 
 PRICES = st.sampled_from([0.0, 1e-10, 1e-7, 1e-5, 1e-2])
 SMALL_GRAPHS = graphs(max_ops=10, max_outputs=2).filter(lambda graph: len(graph.forward_values) <= 9)
@@ -80,7 +79,7 @@ def test_a_ceiling_without_a_budget_is_kept_where_that_takes_little_time(graph):
     for ceiling in budgets_of(Planner(graph)):
         planner = Planner(graph, time_limit=600.0, limits=Limits(ceiling))
         chosen, fastest = planner.find().plan, planner.fastest()
-        most = fastest.cost_seconds + Settings().soft_budget_cost * graph.step_seconds
+        most = fastest.cost_seconds + SOFT * graph.step_seconds
         worth = any(plan.peak_bytes <= ceiling and plan.cost_seconds <= most for plan in planner.plans)
         assert chosen.cost_seconds <= most
         assert chosen.peak_bytes <= ceiling or (not worth and chosen.cost_seconds == fastest.cost_seconds)
