@@ -74,15 +74,23 @@ class SizeSearch:
         with status_if_slow("looking for the largest size that fits", self.shows):
             while count not in self.outcomes:
                 self.plan(count)
-                low, high = self.fits, self.misses
-                if high is None:
-                    guess = 2 * low if low == 1 else max(2 * low, self.on_a_line())
-                    count = min(guess, FASTEST * low, self.limit)
-                elif high - low > (close := max(low // CLOSE, 1)):
-                    way = len(self.outcomes) % 3  # the guess, then its neighbour, then the middle: a wrong guess costs little
-                    near = low + close if count == low else high - close
-                    guess = self.on_a_line() if way == 0 else near if way == 1 else (low + high) // 2
-                    count = min(max(guess, low + 1), high - 1)
+                if self.fits:
+                    count = self.following()
+
+    def following(self) -> int:
+        """Returns the count to plan next, or a known one if the search is over.
+
+        It is the guess of the line, or the neighbour that ends the search if the guess is right. In turns it is a count that
+        halves what is left, so a wrong guess costs little.
+        """
+        low, high, tries = self.fits, self.misses, len(self.outcomes)
+        close = max(low // CLOSE, 1)
+        if high is None:
+            guess = 2 * low if tries % 4 == 1 else max(self.on_a_line(), low + close)
+            return min(guess, FASTEST * low, self.limit)
+        if high - low <= close:
+            return low
+        return (low + high) // 2 if tries % 3 == 2 else min(max(self.on_a_line(), low + close), high - close)
 
     def on_a_line(self) -> int:
         """Returns the count whose peak would equal the budget if peaks lay on the line through the two nearest known ones."""
