@@ -59,6 +59,8 @@ class ReportData(Pricing):
     """Live tensors at the peak without recomputation."""
     profile_before: Profile | None = None
     """Memory over the step without recomputation."""
+    seconds_before: float = 0.0
+    """Predicted seconds of the step without recomputation."""
     smallest_peak_bytes: int
     """Minimum simulated peak found over all plans."""
     minimum_is_searched: bool = False
@@ -209,9 +211,8 @@ class ReportData(Pricing):
 
     @Figure
     def added_share(self) -> float:
-        """Seconds of recomputation and stalls as a share of the step without them."""
-        added = self.recompute_seconds + self.stall_seconds
-        return added / (self.predicted_seconds - added) if self.predicted_seconds > added else 0.0
+        """Share by which the plan takes longer than ``seconds_before``. Plans that write and read less can take less time."""
+        return self.predicted_seconds / self.seconds_before - 1.0 if self.seconds_before else 0.0
 
     @Figure
     def overhead(self) -> float:

@@ -151,8 +151,8 @@ class Fit(Shown):
         report, budget = self.report, self.report.budget_bytes or 0
         asked, least = bytes_apart(budget, budget if self.next_minimum_bytes is None else self.next_minimum_bytes)
         none = "not allowed" if self.next_size is None else f"no plan: the minimum peak found for {self.next_size} is {least}"
-        again = f", with {report.overhead:.1%} of the forward recomputed"
-        rows = [(f"largest size that fits {asked}", str(self.size)), ("peak", f"{format_bytes(report.peak_bytes)}{again}")]
+        peak = f"{format_bytes(report.peak_bytes)}, time {report.added_share:+.1%}"
+        rows = [(f"largest size that fits {asked}", str(self.size)), ("peak", peak)]
         if report.resident_bytes:
             rows.append(("gradients of earlier micro-batches", f"{format_bytes(report.resident_bytes)} of the peak"))
         return [named_figures([*rows, ("larger sizes", none)])]
