@@ -54,7 +54,7 @@ LARGE = {
     "llama-8b": published_tradeoffs.Step("H100", 4096, 32, 14336, 1, 8192, 4, gated=True, compiler="inductor"),
     "llama-8b eager": published_tradeoffs.Step("H100", 4096, 32, 14336, 1, 8192, 4, gated=True),
     "gpt-22b": published_tradeoffs.GPT_22B_SHARD,
-    "bert-large": replace(published_tradeoffs.BERT_LARGE, layers=6),
+    "bert-large/6": replace(published_tradeoffs.BERT_LARGE, layers=6),
 }
 
 
