@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ class _Status:
 
     def __str__(self) -> str:
         doing = ", ".join(filter(None, (self.stage, *self.titles[::-1])))
-        return f"autoremat {time.monotonic() - self.begin:.0f} s: {doing}"[:LINE]
+        return textwrap.shorten(f"autoremat {time.monotonic() - self.begin:.0f} s: {doing}", LINE, placeholder=" …")
 
     def __rich__(self) -> Text:
         return Text(str(self), overflow="ellipsis", no_wrap=True)
