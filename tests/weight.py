@@ -29,7 +29,7 @@ BUDGETS = {
     "ops": 735,
     "options": 361,
     "passes": 2371,
-    "planner": 9088,
+    "planner": 9090,
     "report": 1523,
     "request": 521,
     "step_profile": 831,

@@ -126,17 +126,19 @@ class PeakBound:
 
 
 def bound_on_peak(graph: Graph) -> int:
-    """Returns the lower bound on the peak of one call."""
-    bound, backward = PeakBound(graph), range(graph.num_forward, len(graph.ops))
-    most = {index: bound.certain_bytes(index, index, bound.read(index) | bound.made(index)) for index in backward}
-    most = {index: certain + int(bound.most_bytes[index]) for index, certain in most.items()}
-    found = max((bound.certain_bytes(index, *there) for index in backward for there in bound.live_sets(index)), default=0)
-    failures = 0
-    for index in sorted(backward, key=lambda index: (-most[index], index)):
-        if failures >= settings.levels or most[index] <= found:
-            break
-        least = max(bound.least(index, place, live) for place, live in bound.live_sets(index))
+    """Returns the lower bound on the peak of one call. Ops come first at which the most bytes are live under every plan."""
+    bound, failures = PeakBound(graph), 0
+    places = {index: bound.live_sets(index) for index in range(graph.num_forward, len(graph.ops))}
+    certain = {index: max(bound.certain_bytes(index, *place) for place in found) for index, found in places.items()}
+    found = max(certain.values(), default=0)
+    for index in sorted(places, key=lambda index: (-certain[index], index)):
+        most = bound.certain_bytes(index, index, bound.read(index) | bound.made(index)) + int(bound.most_bytes[index])
+        if most <= found:
+            continue
+        least = max(bound.least(index, *place) for place in places[index])
         found, failures = max(found, least), 0 if least > found else failures + 1
+        if failures == settings.levels:
+            break
     return found
 
 
