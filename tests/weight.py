@@ -33,7 +33,7 @@ BUDGETS = {
     "report": 1523,
     "request": 521,
     "step_profile": 831,
-    "tools": 1745,
+    "tools": 1746,
     "torch_private": 3449,
     "workspaces": 669,
     "top": 403,

@@ -93,8 +93,9 @@ class SizeSearch:
         return (low + high) // 2 if tries % 3 == 2 else min(max(self.on_a_line(), low + close), high - close)
 
     def on_a_line(self) -> int:
-        """Returns the count whose peak would equal the budget if peaks lay on the line through the two nearest known ones."""
-        nearest = sorted(self.outcomes.items(), key=lambda one: abs(one[0] - self.fits))[:2]
+        """Returns the count whose peak would equal the budget if peaks lay on the line through the largest count that fits and
+        the smallest that does not, or else the next smaller one."""
+        nearest = sorted(self.outcomes.items(), key=lambda one: (one[0] != self.misses, abs(one[0] - self.fits)))[:2]
         # A device budget shrinks with the inputs, so the line is that of the excess over the budget.
         excesses = sorted((count, minimum_bytes_of(one) - (one.budget_bytes or 0)) for count, one in nearest)
         (first, below), (second, above) = excesses
