@@ -37,6 +37,6 @@ def report_on(planning: PlanningResult, budget: int | None, **fields: object) ->
         "cost_model": "roofline", "calibrated_share": 0.0, "assumed_share": 1.0, "compiler": "aot_eager", "device": "cpu",
         "planning_seconds": 0.25, "baseline_peak_bytes": baseline.peak_bytes, "peak_before": peak_of(baseline),
         "profile_before": profile_of(baseline), "smallest_peak_bytes": planning.smallest.peak_bytes, "limit_bytes": budget,
-        "ended_by_clock": planning.ended_by_clock, "seconds_before": baseline.predicted_seconds,
+        "ended_by_clock": planning.ended_by_clock, "fastest_seconds": baseline.predicted_seconds,
     }  # fmt: skip
     return Report(plan=plan, **facts | fields)

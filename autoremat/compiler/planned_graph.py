@@ -178,7 +178,7 @@ class PlannedGraph:
             baseline_peak_bytes=planning.baseline.peak_bytes,
             peak_before=peak_of(planning.baseline),
             profile_before=profile_of(planning.baseline),
-            seconds_before=planning.baseline.predicted_seconds,
+            fastest_seconds=((whole or self).fastest or planning.baseline).predicted_seconds,
             smallest_peak_bytes=planning.smallest.peak_bytes,
             minimum_is_searched=planning.least_is_searched,
             loss_chunks=joint.chunks,

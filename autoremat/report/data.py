@@ -59,8 +59,8 @@ class ReportData(Pricing):
     """Live tensors at the peak without recomputation."""
     profile_before: Profile | None = None
     """Memory over the step without recomputation."""
-    seconds_before: float = 0.0
-    """Predicted seconds of the step without recomputation."""
+    fastest_seconds: float = 0.0
+    """Predicted seconds of the step under its fastest plan, whatever the memory."""
     smallest_peak_bytes: int
     """Minimum simulated peak found over all plans."""
     minimum_is_searched: bool = False
@@ -211,8 +211,8 @@ class ReportData(Pricing):
 
     @Figure
     def added_share(self) -> float:
-        """Share by which the plan takes longer than ``seconds_before``. Plans that write and read less can take less time."""
-        return self.predicted_seconds / self.seconds_before - 1.0 if self.seconds_before else 0.0
+        """Share by which the plan takes longer than ``fastest_seconds``."""
+        return self.predicted_seconds / self.fastest_seconds - 1.0 if self.fastest_seconds else 0.0
 
     @Figure
     def overhead(self) -> float:
