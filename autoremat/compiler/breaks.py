@@ -81,8 +81,18 @@ def note_on(gm: fx.GraphModule) -> str:
     if after and found is not None:  # graphs behind this one ask for it, and `listen` may have come within this frame
         frames.reasons.note(found[0], after)
     reason, side = after or frames.reasons.behind(), "after" if after else "around" if after is None else "before"
+    return f"{BROKEN} {side} this graph{_cause(reason)}"
+
+
+def note_on_breaks(since: int) -> str:
+    """Returns a note on a step that Dynamo broke, with the first reason from the one with that number on."""
+    reason = next((text for _, text in frames.reasons.since(since)), "")
+    return f"Dynamo broke graphs{_cause(reason)}"
+
+
+def _cause(reason: str) -> str:
     why = f" ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else ""
-    return f"{BROKEN} {side} this graph{why}: {BETWEEN_GRAPHS}. {_remedy(reason)}"
+    return f"{why}: {BETWEEN_GRAPHS}. {_remedy(reason)}"
 
 
 def _remedy(reason: str) -> str:

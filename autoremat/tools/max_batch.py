@@ -156,7 +156,7 @@ class Fit(Shown):
         rows = [(f"largest size that fits {asked}", str(self.size)), ("peak", peak)]
         if report.resident_bytes:
             rows.append(("gradients of earlier micro-batches", f"{format_bytes(report.resident_bytes)} of the peak"))
-        return [named_figures([*rows, ("larger sizes", none)])]
+        return [named_figures([*rows, ("larger sizes", none), *(("note", text) for text in report.notes)])]
 
 
 def max_batch(

@@ -28,7 +28,7 @@ from autoremat.basics.progress import now
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.capture.source_info import take_names
-from autoremat.compiler.breaks import BETWEEN_GRAPHS, listen, what_dynamo_said
+from autoremat.compiler.breaks import listen, note_on_breaks, what_dynamo_said
 from autoremat.compiler.problem import Problem
 from autoremat.measure.calibration import checked_device
 from autoremat.options.options import OWN_KEYS, Options
@@ -178,7 +178,7 @@ def trace(
         except Exception as error:  # raised by the model's code, torch's tracing or the visitor
             notes.append(_stopped(error, bool(found)))
     if graph_breaks() - breaks:  # Dynamo counts a break more than once
-        notes.append(f"Dynamo broke graphs: {BETWEEN_GRAPHS}")
+        notes.append(note_on_breaks(reasons))
     return _results(found, reasons), tuple(notes)
 
 
