@@ -65,6 +65,19 @@ def test_the_whole_peak_without_recomputation_is_always_feasible():
         assert found.peak <= found.report.compiled_peak_bytes <= found.report.budget_bytes
 
 
+def test_a_sum_of_gradients_is_a_buffer_in_the_code_where_the_plan_says_so():
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(5)), torch.randn(512, 64)
+
+    def function(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + 0.5 * layer(torch.tanh(x))
+        return x.square().mean()
+
+    found = trained(function, layers, x, **LEAST | {"compiler": "inductor"})
+    assert found.report.plan.schedule.materialised
+    assert found.peak == found.report.plan.peak_bytes
+
+
 def unread(x: Tensor, weight: Tensor, other: Tensor) -> tuple[Tensor, ...]:
     return (torch.tanh(x @ weight) @ other).square().mean(), (x @ other).detach().cos()
 

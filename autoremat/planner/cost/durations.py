@@ -240,6 +240,10 @@ class FusedTraffic:
         needed = range(len(self.graph.ops)) if self.graph.single_phase else self.graph.required_forward
         return tuple(seconds if index in needed else 0.0 for index, seconds in enumerate(self.recompute_seconds))
 
+    def materialise_seconds(self, value: int) -> float:
+        """Returns the seconds of writing and reading a result that fusion would inline."""
+        return self.graph.machine.traffic_seconds(*[self.graph.values[value].bytes] * 2)
+
     def _written(self, value: int) -> bool:
         """Returns True if the forward writes the value only in case it is saved."""
         graph, maker = self.graph, self.graph.values[value].producer

@@ -9,7 +9,7 @@ it is *saved*. In a single-phase graph the backward is empty, and the forward re
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoremat.planner.graph.graph import Graph
@@ -49,6 +49,8 @@ class Schedule:
     backward: tuple[int, ...]
     stays: tuple[Stay, ...] = ()
     """At most one for each saved value, in ascending sequence of values. Others stay on the device as they are."""
+    materialised: tuple[int, ...] = ()
+    """Results of the backward's own ops that fusion would inline, but that are buffers, ascending."""
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
@@ -58,7 +60,7 @@ class Schedule:
     @property
     def without_stays(self) -> Schedule:
         """The executions alone."""
-        return Schedule(self.forward, self.backward) if self.stays else self
+        return replace(self, stays=()) if self.stays else self
 
     def repetitions(self, graph: Graph) -> list[int]:
         """Returns the positions of the executions of forward ops after their first one.

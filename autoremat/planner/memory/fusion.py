@@ -45,6 +45,8 @@ class Fused:
     """All live ranges. Readers of an absent one are readers of its inputs."""
     absent: Flags
     """For each live range, True if fusion does not materialise it."""
+    inlined: Flags
+    """For each live range, True if it is absent and would be a buffer if it were not inlined."""
     group: Numbers
     """The fusion group of each execution."""
 
@@ -52,10 +54,11 @@ class Fused:
     def of(cls, buffers: Buffers) -> Fused:
         """Returns the fusion of ``buffers``, whose last readers it updates. Without fusion, each execution is a group."""
         if not buffers.graph.machine.fuses:
-            return cls(buffers, np.zeros(len(buffers.value), dtype=np.bool_), np.arange(len(buffers.sequence)))
+            none = np.zeros(len(buffers.value), dtype=np.bool_)
+            return cls(buffers, none, none, np.arange(len(buffers.sequence)))
         kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
         group = _fusion_groups(kinds, buffers.num_forward)
-        return cls(buffers, _absent(buffers, kinds, group), group)
+        return cls(buffers, *_absent(buffers, kinds, group), group)
 
 
 def fusion_in(graph: Graph, schedule: Schedule) -> Fused:
@@ -92,8 +95,9 @@ def _fusion_groups(kinds: Numbers, num_forward: int) -> Numbers:
     return np.cumsum(begins, dtype=np.int64)
 
 
-def _absent(buffers: Buffers, kinds: Numbers, group: Numbers) -> Flags:
-    """Returns, for each live range, True if fusion does not materialise it (rows 1 to 3 at the head of this file).
+def _absent(buffers: Buffers, kinds: Numbers, group: Numbers) -> tuple[Flags, Flags]:
+    """Returns, for each live range, True if fusion does not materialise it (rows 1 to 3 at the head of this file), and True if
+    that is only because it is inlined.
 
     The inputs of an absent live range are read by its readers, so ``buffers.last`` becomes later for them.
     """
@@ -102,15 +106,14 @@ def _absent(buffers: Buffers, kinds: Numbers, group: Numbers) -> Flags:
     by_extern = np.bincount(buffers.source[kinds[buffers.reader] == EXTERN], minlength=count) > 0
     crosses = (buffers.start < buffers.num_forward) & (buffers.last >= buffers.num_forward)
     fusible = (readers > 0) & (kinds[buffers.start] == POINTWISE) & ~buffers.unshared & ~by_extern & ~crosses
-    may_be_inlined = fusible & ~arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]
-    inlined = _inlined(buffers, may_be_inlined, readers)
+    inlined = _inlined(buffers, fusible & ~buffers.never_inlined, readers)
     reduced = np.bincount(buffers.source[kinds[buffers.reader] == REDUCTION], minlength=count) > 0
     _read_through(buffers, inlined, reduced)
     in_one_loop = fusible & ~inlined & (group[buffers.start] == group[buffers.last]) & ~reduced
     absent: Flags = inlined | in_one_loop
     if in_one_loop.any():
         _read_through(buffers, absent, reduced)
-    return absent
+    return absent, inlined & ((group[buffers.start] != group[buffers.last]) | reduced)
 
 
 def _inlined(buffers: Buffers, candidates: Flags, readers: Numbers) -> Flags:
@@ -182,7 +185,7 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, group: Numbers)
     start, value, is_absent = buffers.start.tolist(), buffers.value.tolist(), absent.tolist()
     last, free, size = buffers.last.tolist(), (~buffers.unshared).tolist(), buffers.bytes.tolist()
     # These are buffers for the code generator, at least until their producers and readers are fused.
-    is_buffer = (~absent | arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]).tolist()
+    is_buffer = (~absent | buffers.never_inlined).tolist()
 
     def read_in_place(position: int) -> Iterator[int]:
         """Yields the live ranges that an execution reads at the elements that it writes, also through inlined results."""

@@ -60,7 +60,7 @@ class Buffers:
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self.graph, self.num_forward = graph, len(schedule.forward)
+        self.graph, self.num_forward, self.materialised = graph, len(schedule.forward), schedule.materialised
         self.sequence = np.array(schedule.sequence, dtype=np.int64)
         self.start, self.value = arrays_of(graph).outputs.of(self.sequence)
         self.computed_at, self.num_computed = self.start, len(self.value)
@@ -93,6 +93,12 @@ class Buffers:
         """For each execution, the live ranges that it reads, in the sequence of its op's inputs."""
         source, begins = self.source.tolist(), np.searchsorted(self.reader, np.arange(len(self.sequence) + 1)).tolist()
         return [source[begin:end] for begin, end in pairwise(begins)]
+
+    @property
+    def never_inlined(self) -> Flags:
+        """For each live range, True if it is a buffer for the code generator, whoever reads it."""
+        by_op: Flags = arrays_of(self.graph).never_inlined[self.sequence[self.start]]
+        return by_op | np.isin(self.value, self.materialised) if self.materialised else by_op
 
     def _key(self, values: Numbers, positions: Numbers) -> Numbers:
         """Returns sort keys that ascend with the value, then with the position."""

@@ -120,8 +120,10 @@ class Plan(Shown):
 
     @cached_property
     def cost_seconds(self) -> float:
-        """Seconds by which plans are compared: recomputation, stalls, and the memory traffic of saved tensors."""
-        return self.added_seconds + float(traffic_of(self.graph).saving_seconds[list(self.saved)].sum())
+        """Seconds by which plans are compared: those added, and the memory traffic of saved and of materialised tensors."""
+        traffic = traffic_of(self.graph)
+        materialised = sum(map(traffic.materialise_seconds, self.schedule.materialised))
+        return self.added_seconds + float(traffic.saving_seconds[list(self.saved)].sum()) + materialised
 
     @cached_property
     def predicted_seconds(self) -> float:
@@ -269,6 +271,9 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         raise PlanInvalid("the backward's own ops do not all run once, in the graph's sequence")
     if any(not 0 <= op < graph.num_forward for op in schedule.forward):
         raise PlanInvalid("the forward runs an op that is not its own")
+    results = {value for index in own for value in graph.made[index]}
+    if (found := list(schedule.materialised)) != sorted(results.intersection(found)):
+        raise PlanInvalid(f"the materialised values are not results of the backward's own ops, ascending: {found}")
     if lacking := graph.required_forward - set(schedule.forward):
         raise PlanInvalid(f"the forward lacks {[graph.ops[op].name for op in sorted(lacking)]}")
     made = {v for v, value in enumerate(graph.values) if value.role is not Role.COMPUTED}

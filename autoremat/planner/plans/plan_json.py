@@ -148,7 +148,7 @@ def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
     if executions > longest:
         raise ValueError(f"{executions} executions of {len(graph.ops)} ops are more than {longest}, which no plan needs")
     _within(schedule.sequence, len(graph.ops), "op")
-    _within([stay.value for stay in schedule.stays], len(graph.values), "value")
+    _within([*schedule.materialised, *(stay.value for stay in schedule.stays)], len(graph.values), "value")
     _within([at for stay in schedule.stays for at in (stay.store, stay.free, stay.load, stay.need)], executions, "execution")
     return schedule
 

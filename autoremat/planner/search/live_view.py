@@ -31,6 +31,7 @@ class Facts:
         self.seconds_again = traffic_of(graph).recompute_seconds
         """For each op, the seconds of running it again."""
         self.saving_seconds: list[float] = traffic_of(graph).saving_seconds.tolist()
+        self.materialise_seconds = [traffic_of(graph).materialise_seconds(value) for value in range(len(graph.values))]
         self.may_run_again = [0 <= maker < border and ops[maker].may_run_again for maker in graph.makers]
         """For each value, True if it may be computed again."""
         ordered = (op for op in ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable)
@@ -41,7 +42,7 @@ class Facts:
         self.needed_at_the_end = frozenset(held).intersection(graph.forward_values)
 
 
-def schedule_of(graph: Graph, executions: Sequence[int]) -> Schedule:
+def schedule_of(graph: Graph, executions: Sequence[int], materialised: Iterable[int] = ()) -> Schedule:
     """Returns the schedule of a backward, or of all executions of a single phase, without recomputation that nothing reads."""
     first = {index: place for place, index in reversed(list(enumerate(executions)))} if graph.single_phase else {}
     needed, kept = set(graph.derived(Facts).needed_at_the_end), list[int]()
@@ -54,7 +55,7 @@ def schedule_of(graph: Graph, executions: Sequence[int]) -> Schedule:
     if graph.single_phase:
         return Schedule(tuple(reversed(kept)), ())
     forward = graph.ancestors([*graph.required_forward, *graph.producers(needed)])
-    return Schedule(tuple(sorted(forward)), tuple(reversed(kept)))
+    return Schedule(tuple(sorted(forward)), tuple(reversed(kept)), materialised=tuple(sorted(materialised)))
 
 
 class LiveView:
@@ -77,11 +78,15 @@ class LiveView:
         self.size: list[int] = buffers.bytes.tolist()
         self.absent: list[bool] = absent.tolist()
         self.held: list[bool] = buffers.kept.tolist()
+        own = buffers.sequence[buffers.start] >= self.graph.num_forward
+        self.inlined = np.flatnonzero(fused.inlined & own), buffers.start, buffers.last
+        """The inlined results of the backward's own ops, and where each range starts and ends."""
         self.idle = ~absent & ~buffers.kept, buffers.start, buffers.last
         self.inserted: dict[int, set[int]] = {}
         """The ops that run again before an execution."""
         self.removed: set[int] = set()
-        """The executions that are left out."""
+        """The executions that are left out. Own ops of the backward run, but their results are inlined."""
+        self.materialised = set(plan.schedule.materialised)
         self.of_value: dict[int, list[tuple[int, int]]] = {}
         """For each value, the starts and the numbers of its ranges, ascending."""
         for number, value in enumerate(self.value):
@@ -125,6 +130,12 @@ class LiveView:
         found = [n for n in live if size[n] and may[value[n]] and uses[n] and uses[n][-1] > execution]
         return sorted(found, key=lambda number: (-size[number], number))
 
+    def inlined_at(self, execution: int) -> list[int]:
+        """Returns the inlined results of the backward's own ops that an execution precedes, but not all of their readers."""
+        numbers, start, last = self.inlined
+        live = numbers[(start[numbers] <= execution) & (last[numbers] > execution)].tolist()
+        return [number for number in live if self.absent[number]]
+
     def divide(self, number: int, place: int) -> None:
         """Divides a range: from execution ``place`` on, another one takes its place."""
         uses = self.uses[number]
@@ -146,7 +157,8 @@ class LiveView:
         found = list[int]()
         for place in range(self.border, len(self.sequence)):
             found += sorted(self.inserted.get(place, ()))
-            if place not in self.removed:
+            if place not in self.removed or self.sequence[place] >= self.graph.num_forward:
                 found.append(self.sequence[place])
         found += sorted(self.inserted.get(len(self.sequence), ()))
-        return schedule_of(self.graph, found)
+        inlined = {value for execution in self.removed for value in self.graph.made[self.sequence[execution]]}
+        return schedule_of(self.graph, found, self.materialised - inlined)

@@ -7,12 +7,12 @@ improve the plan is tried again with a quarter of its moves (Schrimpf et al., "R
 Ruin and Recreate Principle", J. Comput. Phys. 2000).
 """
 
+import itertools
 import math
 import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -24,7 +24,7 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.limits import undominated
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import Facts, LiveView, schedule_of
-from autoremat.planner.search.moves import Drop, Drops, keeps_of, relief
+from autoremat.planner.search.moves import Drops, Move, keeps_of, relief
 from autoremat.planner.search.work_limit import CHOICE, SIMULATION, STEP, VIEW, WorkLimit
 from autoremat.planner.settings import settings
 
@@ -110,7 +110,7 @@ class LocalSearch:
                 if over[fullest] <= 0:
                     break
                 with self.limit.unit():
-                    best = self._best_drop(drops, fullest, target, banned, noisy)
+                    best = self._best_move(drops, fullest, target, banned, noisy)
                     if best is None:
                         stuck.append(fullest)
                     else:
@@ -123,14 +123,14 @@ class LocalSearch:
 
         return plan if self.fits(plan, target) else self._batches(plan, choose, improves, settings.refusals)
 
-    def _best_drop(self, drops: Drops, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Drop | None:
-        """Returns the drop of the fewest seconds per byte of excess at an execution, if there is one."""
+    def _best_move(self, drops: Drops, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Move | None:
+        """Returns the move of the fewest seconds per byte of excess at an execution, if there is one."""
         view, over, best, least, tried, judged = drops.view, drops.view.bytes_at - target, None, math.inf, 0, 0
-        for number in view.idle_at(execution):
+        for number in (*view.inlined_at(execution), *view.idle_at(execution)):
             if tried >= settings.options:
                 break
-            options = drops.around(number, execution)
-            tried += bool(options)
+            options = drops.around(number, execution, over[execution])
+            tried += bool(options) and not view.absent[number]
             most = relief(over, options[0].gap(view)) if options else 0.0
             for drop in options if most > 0.0 else ():
                 price = max(drop.seconds, 0.0) + self.seconds_of_a_byte
@@ -164,7 +164,8 @@ class LocalSearch:
                         view.add((begin, end, -more) for begin, end, more in keep.spans)
             return chosen
 
-        return self._batches(plan, choose, partial(self.is_better, target=target), 1) if plan.recomputed else plan
+        can_gain = plan.recomputed or plan.schedule.materialised
+        return self._batches(plan, choose, partial(self.is_better, target=target), 1) if can_gain else plan
 
     def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
         return self.fits(found, target) and self.seconds_of(found) < self.seconds_of(plan)
@@ -185,14 +186,16 @@ class LocalSearch:
         length = len(plan.sequence) - border
         begin, share = border + draw.randrange(length), draw.random()
         stretch = range(begin, begin + draw.randint(1, max(1, length // settings.stretches)))
-        ran, left = set[int](), list[int]()
+        ran, left, materialised = set[int](), list[int](), set(plan.schedule.materialised)
         for execution, index in enumerate(plan.sequence):
+            if execution in stretch:
+                materialised.difference_update(self.graph.made[index])
             if index in ran and execution in stretch and draw.random() < share:
                 continue
             ran.add(index)
             if execution >= border:
                 left.append(index)
-        return self.plan(schedule_of(self.graph, left), plan.label) or plan
+        return self.plan(schedule_of(self.graph, left, materialised), plan.label) or plan
 
     def _with_gaps(self, plan: Plan, are_neighbours: bool) -> Schedule | None:
         """Returns the schedule with some values dropped, long gaps between two uses more often than short ones."""
@@ -201,7 +204,7 @@ class LocalSearch:
             (number, behind, behind - before)
             for number in np.flatnonzero(view.idle[0]).tolist()
             if view.facts.may_run_again[view.value[number]] and view.size[number]
-            for before, behind in pairwise((view.start[number], *view.uses[number]))
+            for before, behind in itertools.pairwise((view.start[number], *view.uses[number]))
             if behind >= view.border
         ]
         if not gaps:

@@ -1,20 +1,26 @@
-"""The moves of the local search on one value of a schedule: drop it in a gap between two uses, or keep it there.
+"""The moves of the local search on one value of a schedule: drop it in a gap between two uses, keep it there, materialise it.
 
 *Drop* frees the memory of a range in the gap around an execution. The value is computed again before its next use, with all
 that this needs and that is not live there. Some of what it needs may live longer instead.
 
 *Keep* leaves a recomputation out, so that the range before it lives on.
+
+*Materialise* makes a buffer of a result of the backward that fusion inlines, such as a sum of gradients. What it is computed
+from is free behind it. *Keep* takes that back, too.
 """
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from autoremat.planner.graph.arrays import Numbers
 from autoremat.planner.search.live_view import LiveView, Span
+from autoremat.planner.settings import settings
 
 KEPT_SHARES = (0.0, 0.3, 1.0)
 """Bytes up to which an input of a recomputation lives longer instead, as shares of the dropped value's."""
@@ -53,17 +59,52 @@ class Drop:
         return found + view.between_halves(crossing)
 
 
+@dataclass(frozen=True)
+class Materialise:
+    """An inlined result that becomes a buffer."""
+
+    number: int
+    uses: dict[int, list[int]]
+    """The uses that are left of the ranges that it is computed from."""
+    seconds: float
+    extended: tuple[int, ...] = ()
+
+    def key(self, view: LiveView) -> Hashable:
+        return view.value[self.number]
+
+    def gap(self, view: LiveView) -> list[Span]:
+        found = [(view.start[self.number], view.last_use(self.number) + 1, view.size[self.number])]
+        for number, uses in self.uses.items():
+            if not view.absent[number] and not view.held[number]:
+                left = uses[-1] if uses else view.start[number]
+                found.append((left + 1, view.last_use(number) + 1, -view.size[number]))
+        return merged(found)
+
+    spans = gap
+
+
+Move = Drop | Materialise
+
+
 class Drops:
-    """The drops in a view. They change it as they are applied."""
+    """The moves that free memory in a view. They change it as they are applied."""
 
     def __init__(self, view: LiveView) -> None:
         self.view, self.graph, self.facts = view, view.graph, view.facts
         self.steps = 0
         """Number of reads that recomputations were followed through, for the count of work."""
-        self._known: dict[int, dict[int, list[Drop]]] = {}
+        self._known: dict[int, dict[int, list[Move]]] = {}
 
-    def around(self, number: int, execution: int) -> list[Drop]:
-        """Returns the ways to free a range around an execution."""
+    def around(self, number: int, execution: int, excess: int = 0) -> list[Move]:
+        """Returns the ways to free a range, or what an inlined one is computed from, around an execution.
+
+        A buffer must free a good part of the ``excess`` there. Later moves make many small ones useless.
+        """
+        if self.view.absent[number]:
+            known = self._known.setdefault(number, {-1: []})
+            known[-1] = known[-1] or [self.materialise(number)]
+            freed = -sum(more for begin, end, more in known[-1][0].gap(self.view) if begin <= execution < end)
+            return known[-1] if freed * settings.options >= excess else []
         view, uses = self.view, self.view.uses[number]
         following = bisect_right(uses, execution)
         if following == len(uses) or uses[following] < view.border:
@@ -75,6 +116,16 @@ class Drops:
         if place not in known:
             known[place] = list(self._found(number, execution, before, place))
         return known[place]
+
+    def materialise(self, number: int) -> Materialise:
+        """Returns the move that makes a buffer of an inlined result."""
+        view, found = self.view, dict[int, list[int]]()
+        for source in sorted(sources_of(view, number), reverse=True):
+            left = set(view.readers[source])
+            for one in (one for reader in view.readers[source] for one in view.made_by(reader) if view.absent[one]):
+                left.update(() if one == number else found.get(one, view.uses[one]))
+            found[source] = [use for use in view.uses[source] if use in left or use not in view.uses[number]]
+        return Materialise(number, found, self.facts.materialise_seconds[view.value[number]])
 
     def _found(self, number: int, execution: int, before: int, place: int) -> Iterator[Drop]:
         view, facts = self.view, self.facts
@@ -137,10 +188,19 @@ class Drops:
                     extended[newest] = None
         return tuple(sorted(ops)), tuple(extended)
 
-    def apply(self, drop: Drop) -> None:
-        """Changes the view by a drop."""
+    def apply(self, move: Move) -> None:
+        """Changes the view by a move."""
+        self.view.add(move.spans(self.view))
+        if isinstance(move, Drop):
+            self._drop(move)
+        else:
+            self.view.uses[:] = [move.uses.get(number, uses) for number, uses in enumerate(self.view.uses)]
+            self.view.absent[move.number] = False
+            self.view.materialised.add(self.view.value[move.number])
+            self._known.clear()
+
+    def _drop(self, drop: Drop) -> None:
         view, place, ops = self.view, drop.place, set(drop.ops)
-        view.add(drop.spans(view))
         view.inserted.setdefault(place, set()).update(ops)
         view.divide(drop.number, place)
         self._known.pop(drop.number, None)
@@ -150,6 +210,26 @@ class Drops:
                 if self.graph.makers[value] not in ops and newest >= 0:
                     view.uses[newest] = sorted({*view.uses[newest], place})
                     self._known.pop(newest, None)
+
+
+def sources_of(view: LiveView, number: int) -> set[int]:
+    """Returns the ranges that a result is computed from, also through inlined results, and these."""
+    found, stack = set[int](), [number]
+    while stack:
+        fresh = set(view.reads[view.start[stack.pop()]]) - found
+        found |= fresh
+        stack += (source for source in fresh if view.absent[source])
+    return found
+
+
+def merged(spans: list[Span]) -> list[Span]:
+    """Returns the spans of the sums of bytes, without overlaps."""
+    change = Counter[int]()
+    for begin, end, more in spans:
+        change.update({begin: more})
+        change.update({end: -more})
+    sums = accumulate(change[place] for place in sorted(change))
+    return [(begin, end, more) for (begin, end), more in zip(pairwise(sorted(change)), sums, strict=False) if more]
 
 
 def relief(over: Numbers, spans: list[Span]) -> float:
@@ -179,8 +259,18 @@ def keeps_of(view: LiveView) -> list[Keep]:
     """Returns the recomputations of a view without moves that could be left out, the most seconds per byte first."""
     repetitions, saved = view.plan.schedule.repetitions(view.graph), set(view.plan.saved)
     again = set(repetitions)
-    found = filter(None, (_keep(view, execution, again, saved) for execution in repetitions))
+    found = [*filter(None, (_keep(view, execution, again, saved) for execution in repetitions))]
+    found += (_inline(view, *view.of_value[value][0]) for value in view.materialised)
     return sorted(found, key=lambda keep: (-keep.seconds_per_byte, keep.execution))
+
+
+def _inline(view: LiveView, execution: int, number: int) -> Keep:
+    last, spans = view.last_use(number), [(execution, view.last_use(number) + 1, -view.size[number])]
+    for source in sources_of(view, number):
+        if not view.absent[source] and not view.held[source] and view.last_use(source) < last:
+            spans.append((view.last_use(source) + 1, last + 1, view.size[source]))
+    seconds = view.facts.materialise_seconds[view.value[number]]
+    return Keep(execution, spans, seconds / max(sum(more for _, _, more in spans[1:]), 1))
 
 
 def _keep(view: LiveView, execution: int, again: set[int], saved: set[int]) -> Keep | None:

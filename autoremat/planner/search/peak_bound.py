@@ -5,7 +5,7 @@ tangents, outputs of the forward and the gradients so far. Beside them, values m
 read can be computed. The fewest such bytes are a minimum cut:
 
     source -> op            infinite, for every op that runs once
-    op -> value             bytes of the value; 0 if it is live in any case; infinite if fusion inlines it
+    op -> value             bytes of the value; 0 if it is live in any case
     value -> reading op     infinite, for every op that can run again or has not run
     op -> sink              infinite, for every op of the backward that has not run
     value -> sink           infinite, for every value that the caller gets
@@ -37,7 +37,7 @@ class PeakBound:
         for value in graph.backward_outputs:
             self.last_read[value] = self.count
         self.fusion = CertainFusion(graph)
-        self.materialised, self.is_inlined = self.fusion.materialised, self.fusion.is_inlined
+        self.materialised = self.fusion.materialised
         self.runs_once = [
             not op.may_run_again if op.forward else all(self.materialised[value] for value in op.outputs) for op in graph.ops
         ]
@@ -62,20 +62,12 @@ class PeakBound:
         self.once = infinite_arcs(self.flow, [(self.source, index) for index in self.single])
         self.later = infinite_arcs(self.flow, [(index, self.sink) for index in own])
         self.hold = infinite_arcs(self.flow, [(self.producer[value], node[value]) for value in self.values])
-        prices = [INFINITE if self.is_inlined(value) else self.bytes[value] for value in self.values]
-        self.prices = np.array(prices, dtype=np.int64)
+        self.prices = np.array([self.bytes[value] for value in self.values], dtype=np.int64)
 
     def read(self, index: int) -> set[int]:
-        """Returns the materialised values that an op reads under every plan, also through inlined results."""
-        found, stack = set(), list(self.graph.computed_inputs[index])
+        """Returns the materialised values that an op reads under every plan."""
         extern = self.graph.ops[index].kind is Kind.EXTERN
-        while stack:
-            value = stack.pop()
-            if self.materialised[value] or extern:
-                found.add(value)
-            elif self.is_inlined(value):
-                stack += self.graph.computed_inputs[self.producer[value]]
-        return found
+        return {value for value in self.graph.computed_inputs[index] if self.materialised[value] or extern}
 
     def made(self, index: int) -> set[int]:
         """Returns the results of an op that every plan materialises."""
@@ -118,8 +110,7 @@ class PeakBound:
         for value in self.values:
             producer = self.producer[value]
             behind = sum(most[read] for read in self.graph.computed_inputs[producer])
-            kept = INFINITE if self.is_inlined(value) else self.bytes[value]
-            most[value] = kept if self.runs_once[producer] else min(kept, behind)
+            most[value] = self.bytes[value] if self.runs_once[producer] else min(self.bytes[value], behind)
             change[producer + 1] += most[value]
             change[max(producer, self.last_read[value]) + 1] -= most[value]
         self.most_bytes: NDArray[np.int64] = np.cumsum(change)
@@ -143,26 +134,21 @@ def bound_on_peak(graph: Graph) -> int:
 
 
 class CertainFusion:
-    """The values of a graph that are materialised, or inlined, under every plan. Without fusion, all are materialised.
+    """The values of a graph that are materialised under every plan. Without fusion, all are.
 
     Whether the result of a pointwise op of the forward is materialised depends on the plan. The backward's own ops run once, so
-    their readers are known. The rules are those of :mod:`autoremat.planner.memory.fusion`. Where an expression reads results of
-    the forward's pointwise ops, the number of buffers that it reads may depend on the plan; then nothing is certain.
+    their readers are known. The rules are those of :mod:`autoremat.planner.memory.fusion`. A plan may materialise what they
+    inline.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.gradients = frozenset(graph.backward_outputs)
-        self._inlined: dict[int, bool] = {}  # values that are neither here nor materialised are uncertain
         self.materialised: list[bool] = [value.producer is not None for value in graph.values]
         """For each value, True if it is materialised wherever it is computed."""
         for index, op in enumerate(graph.ops if graph.machine.fuses else ()):
             for value in op.outputs:
                 self.materialised[value] = op.kind is not Kind.POINTWISE or self._is_materialised(index, value)
-
-    def is_inlined(self, value: int) -> bool:
-        """Returns True if the value is never materialised: its readers compute it."""
-        return self._inlined.get(value, False)
 
     def may_overwrite(self, index: int) -> bool:
         """Returns True if the result of an op may take over a buffer of its size that the op reads, also through inlined
@@ -185,37 +171,12 @@ class CertainFusion:
         readers = graph.readers[value]
         if value in self.gradients or any(graph.ops[reader].kind is Kind.EXTERN for reader in readers):
             return True
-        if self.graph.ops[index].inlining is Inlining.NEVER or not readers:
-            certain: bool | None = False
-        else:
-            certain = True if len(readers) == 1 else self._is_cheap(index)
-        if certain is not None:
-            self._inlined[value] = certain
+        op = graph.ops[index]
+        read = {v for v in op.inputs if graph.values[v].producer is None or self.materialised[v]}
+        is_cheap = op.inlining is Inlining.CHEAP and len(read) <= graph.machine.most_reads
+        if op.inlining is not Inlining.NEVER and (len(readers) == 1 or (readers and is_cheap)):
+            return False
         # A result that is not inlined can still be computed in the same loop as its readers, but not across an extern kernel,
         # and not before a reduction.
         between = (op.kind is Kind.EXTERN for op in graph.ops[index : max(readers, default=index)])
-        return certain is False and (any(graph.ops[reader].kind is Kind.REDUCTION for reader in readers) or any(between))
-
-    def _is_cheap(self, index: int) -> bool | None:
-        """Returns whether the expression of an op is cheap and reads few buffers; None if that depends on the plan."""
-        graph, stack = self.graph, [index]
-        least: set[int] = set()
-        most: set[tuple[int, int]] = set()
-        seen, certain = set(stack), True
-        while stack:
-            current = stack.pop()
-            if graph.ops[current].inlining is Inlining.ONCE:
-                return False
-            for value in graph.ops[current].inputs:
-                producer = graph.values[value].producer
-                if producer is not None and self.is_inlined(value):
-                    stack += [] if producer in seen else [producer]
-                    seen.add(producer)
-                elif producer is None or self.materialised[value] or self._inlined.get(value) is False:
-                    least.add(value)
-                    most.add((value, current if producer is not None and producer < graph.num_forward else -1))
-                else:
-                    certain = False
-        if len(least) > graph.machine.most_reads:
-            return False
-        return True if certain and len(most) <= graph.machine.most_reads else None
+        return any(graph.ops[reader].kind is Kind.REDUCTION for reader in readers) or any(between)

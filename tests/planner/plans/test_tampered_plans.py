@@ -90,11 +90,11 @@ def with_another_sequence(plan: Plan) -> Plan:
     return replace(plan, schedule=schedule)
 
 
-def with_stay(**fields: Any) -> Tamper:
-    """A tampering with the stay alone. The figures are those of before."""
+def with_stay(materialised: tuple[int, ...] = (), **fields: Any) -> Tamper:
+    """A tampering with the stay or with buffers alone. The figures are those of before."""
 
     def tamper(plan: Plan) -> Plan:
-        schedule = replace(plan.schedule, stays=(replace(plan.schedule.stays[0], **fields),))
+        schedule = replace(plan.schedule, stays=(replace(plan.schedule.stays[0], **fields),), materialised=materialised)
         return replace(plan, schedule=schedule, timeline=replace(plan.timeline, schedule=schedule), budget_bytes=None)
 
     return tamper
@@ -117,6 +117,8 @@ TAMPERINGS: dict[str, tuple[Tamper, str | None]] = {
     "a bound of seconds that is no number": (lambda p: replace(p, lower_bound_seconds=math.nan), "must be numbers"),
     "a free in the backward": (with_stay(free=14), "positions"),
     "a value counted from the end": (with_stay(value=-20), "a stay is that of value -20"),
+    "a buffer of the forward": (with_stay(materialised=(PACKED,)), "not results of the backward's own ops"),
+    "a buffer counted from the end": (with_stay(materialised=(-1,)), "not results of the backward's own ops"),
     "an output": (with_graph(lambda g: replace(g, forward_outputs=(*g.forward_outputs, PACKED))), "which the caller holds"),
     "another form": (with_stay(form="host"), None),
     "a load earlier": (with_stay(load=13), None),
