@@ -116,7 +116,7 @@ class _WholeDevice:
         if not self.stands_for_cuda:
             return ()
         sheet = None if re.search(r"\d ?Gi?B?$", self.name, re.IGNORECASE) else datasheet(self.name)
-        size = "" if sheet is None else f"{self.name} is taken as a card of {sheet.memory >> 30} GB (V100-16GB names another); "
+        size = "" if sheet is None else f"{self.name} counts as {sheet.memory >> 30} GB (another size: as in V100-16GB); "
         return (f"{size}no such device is here: the context is assumed",)
 
     def total_bytes(self, total: int | str) -> int:

@@ -266,8 +266,8 @@ class ReportData(Pricing):
     """Number of executions of forward ops beyond the first ones."""
     strategy = Figure[str](lambda report: report.plan.label)
     """Where the search found the plan, or the stored plan or the policy that it is."""
-    time_limited = Figure[bool](lambda report: report.plan.interrupted)
-    """True if the time limit ended the search, as an amount of work or by the clock."""
+    time_limited = Figure[bool](lambda report: report.plan.interrupted and (report.ended_by_clock or report.gap != 0.0))
+    """True if the time limit ended the search, as an amount of work or by the clock, and a better plan is possible."""
 
     @cached_property
     def saved(self) -> tuple[Value, ...]:

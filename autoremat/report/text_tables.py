@@ -36,6 +36,7 @@ def brief(report: ReportData) -> Iterator[tuple[str, str]]:
         verdict = part if PART in report.notes else f"OVER THE BUDGET by {over}"
     elif not report.fits:
         verdict += "; unknown workspaces may exceed it" if report.unknown_workspaces else ", and OVER THE DEVICE"
+    verdict += f", one of {len(report.others) + 1} graphs that train" if report.others else ""
     yield "verdict", verdict if report.keeps_time else f"{verdict}, and SLOWER than max_slowdown"
     asked = [] if report.budget_bytes is None else [format_bytes(report.budget_bytes)]
     if report.budget_share is not None:

@@ -42,19 +42,17 @@ def compiled(function: Callable, budget: object, **options: object) -> Callable:
     return trained_steps.compiled(function, **LEAST | {"compiler": "inductor", "memory_budget": budget, **options})
 
 
-@pytest.mark.parametrize("budget", [0.78, 1])
-def test_values_are_close_to_eager_at_the_compiled_peak(budget):
+def test_values_are_close_to_eager_at_the_compiled_peak():
     ours, eager, x = Network(), Network(), torch.randn(512, 64)
     eager.load_state_dict(ours.state_dict())
-    found = trained(ours, ours, x, **LEAST | {"compiler": "inductor", "memory_budget": budget})
+    found = trained(ours, ours, x, compiler="inductor", memory_budget=0.78)
     for _ in range(2):
         expected = gradients(eager, eager, x)
     assert_close(found.tensors, expected)
     assert_close(list(ours.buffers()), list(eager.buffers()))
     report = found.report
     assert report.recomputed_ops > 0
-    assert 0.9 * report.compiled_peak_bytes <= found.peak <= report.compiled_peak_bytes
-    assert found.peak <= report.budget_bytes or budget == 1
+    assert 0.9 * report.compiled_peak_bytes <= found.peak <= report.compiled_peak_bytes <= report.budget_bytes
 
 
 def test_the_whole_peak_without_recomputation_is_always_feasible():
@@ -74,6 +72,7 @@ def test_a_sum_of_gradients_is_a_buffer_in_the_code_where_the_plan_says_so():
         return x.square().mean()
 
     found = trained(function, layers, x, **LEAST | {"compiler": "inductor"})
+    assert_close(found.tensors, gradients(function, layers, x))
     assert found.report.plan.schedule.materialised
     assert found.peak == found.report.plan.peak_bytes
 

@@ -168,6 +168,7 @@ def test_after_graph_breaks_every_graph_has_a_report():
     (other,) = report.others
     assert report.baseline_peak_bytes >= other.baseline_peak_bytes
     assert "2 graphs train" in " ".join(report.notes)
+    assert "one of 2 graphs that train" in str(report)
     before = len(autoremat.reports())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autoremat.BudgetWarning)

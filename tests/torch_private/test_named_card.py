@@ -79,9 +79,7 @@ def test_the_code_is_of_the_card_and_nothing_stays_changed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("gpt2", {"layers": 2}), ("bert", {"layers": 2}), ("resnet", {}), ("unet", {}), ("lstm", {})]
-)
+@pytest.mark.parametrize(("name", "sizes"), [("gpt2", {"layers": 2}), ("resnet", {}), ("unet", {}), ("lstm", {})])
 def test_models_have_code_for_the_card(name, sizes):
     module, inputs = models.build(name, **sizes)
     report = autoremat.explain(module, *inputs, device=CARD, lower=True, options={"memory_budget": 0.8})

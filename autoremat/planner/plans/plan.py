@@ -167,6 +167,7 @@ class Plan(Shown):
             ("recomputed", f"{len(self.recomputed)} ops, {format_seconds(self.added_seconds)} of a step of "
                            f"{format_seconds(graph.step_seconds)} ({least})"),
             ("saved", f"{format_bytes(self.saved_bytes)} in {len(self.saved)} values"),
+            ("materialised", f"{len(self.schedule.materialised)} results of the backward that fusion would inline"),
             ("stored", f"{format_bytes(self.stored_bytes)} in {len(self.schedule.stays)} values, "
                        f"{format_bytes(self.host_bytes)} on the host"),
             ("graph", f"{len(graph.ops)} ops, {graph.num_forward} of them forward"),
