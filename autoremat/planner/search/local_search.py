@@ -2,8 +2,8 @@
 
     excess over a target  =  sum over executions of max(0, bytes live there - target)
 
-A batch of moves is chosen by deltas on live ranges (:mod:`.moves`), and the simulator judges the batch. A quarter of a batch that
-does not improve the plan is tried again, and four times as many follow one that does (Schrimpf et al., "Record Breaking
+A batch of moves is chosen by deltas on live ranges (:mod:`.moves`), and the simulator judges the batch. A quarter of a batch
+that does not improve the plan is tried again, and four times as many follow one that does (Schrimpf et al., "Record Breaking
 Optimization Results Using the Ruin and Recreate Principle", J. Comput. Phys. 2000).
 """
 
