@@ -43,7 +43,8 @@ demo: venv  ## train a language model under several budgets; options in DEMO_ARG
 test: venv  ## the tests that take seconds
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow"
 
-# Each worker has threads for all cores. One that waits lets the other workers run.
+# Each worker has threads for all cores. One that waits lets the other workers run, and many wait for a compiler or for ranks.
+test-slow: WORKERS = 3
 test-slow: venv  ## the tests that compile with Inductor or build whole models
 	OMP_WAIT_POLICY=passive $(PYTEST) -m "slow and not card"
 

@@ -11,9 +11,11 @@ from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.local_search import LocalSearch
 from autoremat.planner.search.lower_bounds import LowerBounds
 from autoremat.planner.search.peak_bound import bound_on_peak
 from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.work_limit import WorkLimit
 
 SMALL_GRAPHS = graphs(max_ops=12)
 
@@ -89,8 +91,8 @@ def test_a_sum_of_gradients_is_a_buffer_where_that_lowers_the_peak():
     total = build.op([first, second], 100, forward=False, kind=Kind.POINTWISE)
     wide = build.op([tangent], 1000, forward=False)
     last = build.op([total, wide], 0, forward=False, kind=Kind.REDUCTION)
-    graph = build.graph(forward_outputs=(out,), backward_outputs=(last,), fuses=True)
+    graph = build.graph(forward_outputs=(out,), backward_outputs=(last,), fuses=True, saving_seconds_per_byte=1e-9)
     lowest = Planner(graph).lowest
     assert bound_on_peak(graph) == lowest.peak_bytes == 1100
     assert lowest.schedule.materialised == (total,)
-    assert Planner(graph).find(Limits(1200)).plan.schedule.materialised == ()
+    assert LocalSearch(graph, WorkLimit()).fill(lowest, 1200).schedule.materialised == ()
