@@ -20,7 +20,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints-dev.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 60
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 60
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow test-card test-properties test-random nets weight gpu gpu-rehearsal docs check format release clean
