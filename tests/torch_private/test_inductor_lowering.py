@@ -107,4 +107,4 @@ def test_a_gradient_behind_a_recomputed_convolution_is_a_buffer_where_the_plan_c
     model, inputs = models.build("resnet", blocks=1)
     options = {"memory_budget": 0.1, "on_infeasible": "best_effort", "cost_model": "roofline"}
     report = autoremat.explain(model, *inputs, device=device, lower=True, advice=False, options=options)
-    assert report.compiled_peak_bytes == report.predicted_peak_bytes + report.code_headroom_bytes
+    assert report.compiled_peak_bytes <= report.predicted_peak_bytes + report.code_headroom_bytes
