@@ -105,6 +105,6 @@ def test_code_in_which_results_could_move_to_the_end_computes_them(mode, setting
 @pytest.mark.parametrize("device", [None, "H100"])
 def test_a_gradient_behind_a_recomputed_convolution_is_a_buffer_where_the_plan_computes_it(device):
     model, inputs = models.build("resnet", blocks=1)
-    options = {"memory_budget": 0.1, "on_infeasible": "best_effort", "cost_model": "roofline"}
+    options = {"memory_budget": 0.5, "on_infeasible": "best_effort", "cost_model": "roofline"}
     report = autoremat.explain(model, *inputs, device=device, lower=True, advice=False, options=options)
-    assert report.compiled_peak_bytes <= report.predicted_peak_bytes + report.code_headroom_bytes
+    assert report.compiled_peak_bytes == report.predicted_peak_bytes + report.code_headroom_bytes

@@ -24,7 +24,7 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.limits import undominated
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import Facts, LiveView, schedule_of
-from autoremat.planner.search.moves import Drops, Move, keeps_of, relief
+from autoremat.planner.search.moves import Move, Moves, keeps_of, relief
 from autoremat.planner.search.work_limit import CHOICE, SIMULATION, STEP, VIEW, WorkLimit
 from autoremat.planner.settings import settings
 
@@ -102,7 +102,7 @@ class LocalSearch:
 
         def choose(view: LiveView, most: int, banned: Set[Hashable]) -> list[Hashable]:
             """Applies drops until the deltas of the view fit, each at the fullest execution at which one helps."""
-            chosen, stuck, drops = list[Hashable](), list[int](), Drops(view)
+            chosen, stuck, drops = list[Hashable](), list[int](), Moves(view)
             while len(chosen) < most and len(stuck) <= settings.refusals and not self.is_over():
                 over = view.bytes_at - target
                 over[stuck] = 0
@@ -123,7 +123,7 @@ class LocalSearch:
 
         return plan if self.fits(plan, target) else self._batches(plan, choose, improves, settings.refusals)
 
-    def _best_move(self, drops: Drops, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Move | None:
+    def _best_move(self, drops: Moves, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Move | None:
         """Returns the move of the fewest seconds per byte of excess at an execution, if there is one."""
         view, over, best, least, tried, judged = drops.view, drops.view.bytes_at - target, None, math.inf, 0, 0
         for number in (*view.inlined_at(execution), *view.idle_at(execution)):
@@ -209,7 +209,7 @@ class LocalSearch:
         ]
         if not gaps:
             return None
-        count, drops = self.random.randint(1, settings.near), Drops(view)
+        count, drops = self.random.randint(1, settings.near), Moves(view)
         if are_neighbours:
             (first,) = self.random.choices(range(len(gaps)), [length for *_, length in gaps])
             picked = gaps[first : first + count]

@@ -86,7 +86,7 @@ class Materialise:
 Move = Drop | Materialise
 
 
-class Drops:
+class Moves:
     """The moves that free memory in a view. They change it as they are applied."""
 
     def __init__(self, view: LiveView) -> None:
@@ -94,6 +94,7 @@ class Drops:
         self.steps = 0
         """Number of reads that recomputations were followed through, for the count of work."""
         self._known: dict[int, dict[int, list[Move]]] = {}
+        self._buffers: dict[int, Materialise] = {}
 
     def around(self, number: int, execution: int, excess: int = 0) -> list[Move]:
         """Returns the ways to free a range, or what an inlined one is computed from, around an execution.
@@ -101,10 +102,11 @@ class Drops:
         A buffer must free a good part of the ``excess`` there. Later moves make many small ones useless.
         """
         if self.view.absent[number]:
-            known = self._known.setdefault(number, {-1: []})
-            known[-1] = known[-1] or [self.materialise(number)]
-            freed = -sum(more for begin, end, more in known[-1][0].gap(self.view) if begin <= execution < end)
-            return known[-1] if freed * settings.options >= excess else []
+            if number not in self._buffers:
+                self._buffers[number] = self.materialise(number)
+            buffer = self._buffers[number]
+            freed = -sum(more for begin, end, more in buffer.gap(self.view) if begin <= execution < end)
+            return [buffer] if freed * settings.options >= excess else []
         view, uses = self.view, self.view.uses[number]
         following = bisect_right(uses, execution)
         if following == len(uses) or uses[following] < view.border:
@@ -198,6 +200,7 @@ class Drops:
             self.view.absent[move.number] = False
             self.view.materialised.add(self.view.value[move.number])
             self._known.clear()
+            self._buffers.clear()
 
     def _drop(self, drop: Drop) -> None:
         view, place, ops = self.view, drop.place, set(drop.ops)
@@ -226,8 +229,8 @@ def merged(spans: list[Span]) -> list[Span]:
     """Returns the spans of the sums of bytes, without overlaps."""
     change = Counter[int]()
     for begin, end, more in spans:
-        change.update({begin: more})
-        change.update({end: -more})
+        change[begin] += more
+        change[end] -= more
     sums = accumulate(change[place] for place in sorted(change))
     return [(begin, end, more) for (begin, end), more in zip(pairwise(sorted(change)), sums, strict=False) if more]
 
@@ -265,7 +268,9 @@ def keeps_of(view: LiveView) -> list[Keep]:
 
 
 def _inline(view: LiveView, execution: int, number: int) -> Keep:
-    last, spans = view.last_use(number), [(execution, view.last_use(number) + 1, -view.size[number])]
+    """Returns the move that inlines a materialised result again: what it is computed from lives until its last use."""
+    last = view.last_use(number)
+    spans = [(execution, last + 1, -view.size[number])]
     for source in sources_of(view, number):
         if not view.absent[source] and not view.held[source] and view.last_use(source) < last:
             spans.append((view.last_use(source) + 1, last + 1, view.size[source]))

@@ -16,7 +16,7 @@ from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import LiveView
 from autoremat.planner.search.local_search import LocalSearch
-from autoremat.planner.search.moves import Drops, keeps_of
+from autoremat.planner.search.moves import Moves, keeps_of
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.starts import Starts
 from autoremat.planner.search.work_limit import WorkLimit
@@ -28,7 +28,7 @@ def test_the_deltas_of_drops_are_those_of_the_simulator_without_fusion(graph, in
     graph = changed(graph, fuses=False, in_flight=in_flight)
     plan = Starts(graph).save_everything()
     view = LiveView(plan)
-    drops = Drops(view)
+    drops = Moves(view)
     executions = range(view.border, len(plan.sequence))
     options = [drop for at in executions for number in view.idle_at(at) for drop in drops.around(number, at)]
     if not options:
