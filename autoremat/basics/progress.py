@@ -48,8 +48,10 @@ class _Status:
         self.stage = self.outcome = ""
 
     def __str__(self) -> str:
-        doing = ", ".join(filter(None, (self.stage, *self.titles[::-1])))
-        return textwrap.shorten(f"autoremat {time.monotonic() - self.begin:.0f} s: {doing}", LINE, placeholder=" …")
+        doing, text = [*filter(None, (self.stage, *self.titles[::-1]))], f"autoremat {time.monotonic() - self.begin:.0f} s: "
+        while len(doing) > 1 and len(text + ", ".join(doing)) > LINE:
+            doing.pop()  # the widest one says least
+        return textwrap.shorten(text + ", ".join(doing), LINE, placeholder=" …")
 
     def __rich__(self) -> Text:
         return Text(str(self), overflow="ellipsis", no_wrap=True)

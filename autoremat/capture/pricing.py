@@ -23,17 +23,7 @@ from autoremat.measure.calibration import rates_of
 from autoremat.ops import op_traits
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.planner.cost.datasheets import TF32
-from autoremat.planner.cost.device import (
-    SPECIALS,
-    Attention,
-    AttentionKernel,
-    Device,
-    Pricing,
-    Product,
-    Rate,
-    Rates,
-    Work,
-)
+from autoremat.planner.cost.device import SPECIALS, Attention, AttentionKernel, Device, Pricing, Product, Rate, Rates, Work
 from autoremat.planner.cost.links import Interconnect, Links
 from autoremat.planner.graph.graph import Machine
 from autoremat.planner.graph.op import Kind, Op

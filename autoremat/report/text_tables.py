@@ -18,7 +18,9 @@ from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot, remedy_for
 SAID = ("hints", "notes", "unknown_workspaces")
 """Attributes that the first lines of a report show."""
 
-PART = "one graph of several: each has the share of its own reference peak, or its minimum peak. A step that needs more warns"
+PART = (
+    "one graph of several in `reports()`: each has the share of its own reference peak, or its minimum. A step over both warns"
+)
 """Note in the reports of the graphs of a broken function under a share."""
 
 SAVED_TENSORS_SHOWN, BRIEFLY_SAVED, SORTS_SHOWN = 10, 3, 4
@@ -32,7 +34,7 @@ def brief(report: ReportData) -> Iterator[tuple[str, str]]:
     verdict = "within the budget" if report.budget_bytes is not None else "no budget of memory"
     if not report.within_budget:
         over = format_bytes(report.peak_bytes - (report.budget_bytes or 0))
-        part = f"one graph of a broken function, {over} over its own share: the budget is the step's"
+        part = f"{over} over the share of this graph; a step over its budget warns"
         verdict = part if PART in report.notes else f"OVER THE BUDGET by {over}"
     elif not report.fits:
         verdict += "; unknown workspaces may exceed it" if report.unknown_workspaces else ", and OVER THE DEVICE"
@@ -41,7 +43,7 @@ def brief(report: ReportData) -> Iterator[tuple[str, str]]:
     asked = [] if report.budget_bytes is None else [format_bytes(report.budget_bytes)]
     if report.budget_share is not None:
         earlier = ", granted to an earlier graph" if report.granted_bytes == report.budget_bytes else ""
-        asked[0] += f" (memory_budget={report.budget_share:g}{earlier})"
+        asked[0] += f" (memory_budget={report.budget_share:g}{' of this graph alone' * (PART in report.notes)}{earlier})"
     if (ledger := report.device_ledger) is not None:
         whole = f"{format_bytes(ledger.total_bytes)} of {ledger.device or 'the device'}"
         asked[0] += f", what {whole} leave; it binds in {NAMES[ledger.binding(report.peak_bytes)][1]}"

@@ -14,13 +14,7 @@ from torch import fx, nn
 
 from autoremat.basics.checks import options_of
 from autoremat.basics.display import PlainTable, Shown, named_figures
-from autoremat.basics.errors import (
-    BudgetInfeasible,
-    BudgetWarning,
-    OptionsError,
-    StepProfileError,
-    find_cause,
-)
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError, find_cause
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.warn import warn_user
 from autoremat.capture.source_info import graph_key

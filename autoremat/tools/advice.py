@@ -99,8 +99,8 @@ def seconds_of(report: Report) -> float:
 def _settings(
     options: Options, error: BudgetInfeasible, batch: int, found: Sequence[Trial]
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields micro-batches of one sample, all remedies together, both if the trials ``found`` of either do not fit, and larger
-    micro-batches by a straight line. Remedies are options that may lower the minimum peak and that the user has not set."""
+    """Yields the largest micro-batches by a straight line, of one sample if these do not fit, all remedies together, and both
+    if no micro-batch of those ``found`` fits, else smaller ones. Remedies are options that the user has not set."""
     given = sum(size for kind, size in error.parts if kind in GIVEN)
     if given > error.budget_bytes or isinstance(error, DeviceTooSmall):
         return
@@ -111,15 +111,18 @@ def _settings(
     if error.loss_chunks == max(NUMBERS_OF_CHUNKS) and options.chunk_loss == defaults.chunk_loss:
         remedies = {"chunk_loss": 4 * error.loss_chunks} | remedies  # fewer need more
     if splits:
-        yield {}, 1
-    if remedies:
-        yield remedies, batch
-    if splits and found[0].seconds is None:
-        yield remedies, 1
-    elif splits:
         again = 0 if options.accumulate else dict(error.parts).get(GRADIENTS, 0)
         guess = batch * (error.budget_bytes - given - again) // max(1, error.minimum_bytes - given)
-        yield from (({}, size) for size in range(min(guess, batch // 2), 1, -1) if batch % size == 0)
+        largest, *smaller = [size for size in range(min(guess, batch // 2), 1, -1) if batch % size == 0] or [1]
+        yield {}, largest
+        if largest > 1 and found[-1].seconds is None:
+            yield {}, 1
+    if remedies:
+        yield remedies, batch
+    if splits and not any(one.micro_batches > 1 and one.seconds is not None for one in found):
+        yield remedies, 1
+    elif splits:
+        yield from (({}, size) for size in smaller)
 
 
 def _options(options: Options, error: BudgetInfeasible, remedies: dict[str, Any], count: int, seconds: float) -> Options:

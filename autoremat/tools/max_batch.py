@@ -14,6 +14,7 @@ from autoremat.basics.units import bytes_apart, format_bytes, format_seconds
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
+from autoremat.report.text_tables import brief
 from autoremat.tools.advice import seconds_of
 from autoremat.tools.explain import explain_by
 from autoremat.torch_private import compilers, fake_tensors
@@ -149,14 +150,14 @@ class Fit(Shown):
         return f"{self.size} fits {format_bytes(self.report.budget_bytes or 0)}, {more}, {len(self.tried)} sizes tried"
 
     def tables(self) -> Sequence[PlainTable]:
-        report, budget = self.report, self.report.budget_bytes or 0
-        asked, least = bytes_apart(budget, budget if self.next_minimum_bytes is None else self.next_minimum_bytes)
-        none = "not allowed" if self.next_size is None else f"no plan: the minimum peak found for {self.next_size} is {least}"
-        peak = f"{format_bytes(report.peak_bytes)}, time {report.added_share:+.1%}"
-        rows = [(f"largest size that fits {asked}", str(self.size)), ("peak", peak)]
-        if report.resident_bytes:
-            rows.append(("gradients of earlier micro-batches", f"{format_bytes(report.resident_bytes)} of the peak"))
-        return [named_figures([*rows, ("larger sizes", none), *(("note", text) for text in report.notes)])]
+        report, budget, told = self.report, self.report.budget_bytes or 0, dict(brief(self.report))
+        rows = [("largest size that fits", str(self.size)), *((name, told[name]) for name in ("budget", "peak", "added time"))]
+        rows += [("loss", f"in {report.loss_chunks} chunks")] if report.loss_chunks > 1 else []
+        held = f"{format_bytes(report.resident_bytes)} of the peak"
+        rows += [("gradients of earlier micro-batches", held)] if report.resident_bytes else []
+        tried = (f"{n}" if fits else f"{n} (least {bytes_apart(peak, budget)[0]})" for n, peak, fits in self.tried)
+        rows += [("sizes tried", ", ".join(tried)), *(("note", text) for text in report.notes)]
+        return [named_figures(rows)]
 
 
 def max_batch(
@@ -173,7 +174,8 @@ def max_batch(
 ) -> Fit:
     """Returns the largest multiple of ``step``, up to ``limit``, for which ``model_or_fn`` on ``make_inputs(size)`` fits.
 
-    Above ``32 * step`` it may be up to 3 % smaller, for each size takes about as long as a compilation.
+    A smaller one may train faster: see ``autoremat.best_batch``. Above ``32 * step`` the result may be up to 3 % too small,
+    since each size takes about as long as a compilation.
 
     ``make_inputs`` maps a size to the arguments: a tuple or list, a dict of keyword arguments, or a single one. Its tensors are
     fake, so sizes beyond the memory of this machine can be tried. A larger size is assumed to need more memory.

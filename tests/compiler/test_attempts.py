@@ -5,17 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from autoremat.compiler.attempts import (
-    MAX_REPLANS,
-    Accept,
-    Again,
-    Infeasible,
-    Purpose,
-    Rules,
-    Trial,
-    Verdict,
-    next_step,
-)
+from autoremat.compiler.attempts import MAX_REPLANS, Accept, Again, Infeasible, Purpose, Rules, Trial, Verdict, next_step
 
 BUDGET = 100
 BEST_EFFORT = Rules(must_fit=False, may_loosen=False)

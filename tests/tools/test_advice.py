@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,12 +42,12 @@ class Made(Report):
 class Step:
     """Stands for a step of ``rows`` samples, of which each needs memory that remedies lower and that takes time."""
 
-    def __init__(self, chunked: float = 1.0, on_host: float = 1.0, host_seconds: float = 2.0) -> None:
-        self.chunked, self.on_host, self.host_seconds = chunked, on_host, host_seconds
+    def __init__(self, chunked: float = 1.0, on_host: float = 1.0, rows_of: Callable[[int], int] = int) -> None:
+        self.chunked, self.on_host, self.rows_of = chunked, on_host, rows_of
         self.asked: list[tuple[Options, int]] = []
 
     def __call__(self, args, kwargs, options: Options) -> Report:
-        rows = args[0].shape[0]
+        rows = self.rows_of(len(args[0]))
         self.asked.append((options, rows))
         stores, chunks = options.host_memory is not None, options.chunk_loss if type(options.chunk_loss) is int else 1
         share = (self.on_host if stores else 1.0) * (self.chunked if chunks > 1 else 1.0)
@@ -56,7 +57,7 @@ class Step:
         is_on_host = stores and self.on_host < 1
         return Made(
             **vars(report_for(None, loss_chunks=chunks)), budget_bytes=BUDGET, peak_bytes=peak,
-            predicted_seconds=rows * (self.host_seconds if is_on_host else 1.0), host_peak_bytes=is_on_host * (2**30 + 1),
+            predicted_seconds=rows * (2.0 if is_on_host else 1.0), host_peak_bytes=is_on_host * (2**30 + 1),
         )  # fmt: skip
 
 
@@ -66,8 +67,8 @@ def advice_on(step: Step, rows: int, **options: object):
 
 def test_micro_batches_come_first_then_all_remedies_and_the_fastest_that_fits_is_named():
     advice = advice_on(Step(chunked=0.5, on_host=0.5), 12)
-    one, both, micro, _ = advice.trials
-    assert (one.batch, one.micro_batches, one.seconds) == (1, 12, 12)
+    micro, both, smaller, _ = advice.trials
+    assert (smaller.batch, smaller.micro_batches, smaller.seconds) == (3, 4, 12)
     assert both.options == {"chunk_loss": 64, "host_memory": "1025MiB"}
     assert (both.peak_bytes, both.seconds) == (600, 24)
     assert (micro.options, micro.batch, micro.micro_batches, micro.seconds) == ({"accumulate": True}, 4, 3, 12)
@@ -85,12 +86,13 @@ def test_advice_takes_no_longer_than_the_plan_that_it_follows(monkeypatch):
     assert step.asked[0][0].time_limit == 7.5
 
 
-def test_micro_batches_take_remedies_if_not_even_one_sample_fits_without():
-    class Large(Step):
-        def __call__(self, args, kwargs, options):
-            return super().__call__((torch.zeros(8 * args[0].shape[0]),), kwargs, options)
+def test_one_sample_is_tried_if_a_straight_line_misses():
+    advice = advice_on(Step(rows_of=lambda n: n if n == 1 else n + 3), 12, chunk_loss=False, store=("device",), tiles=2)
+    assert [(one.batch, one.seconds is None) for one in advice.trials] == [(4, True), (1, False), (3, True), (2, True)]
 
-    step = Large(on_host=0.5)
+
+def test_micro_batches_take_remedies_if_not_even_one_sample_fits_without():
+    step = Step(on_host=0.5, rows_of=lambda n: 8 * n)
     advice = advise(step, Options(chunk_loss=False), (torch.zeros(8, 2),), {}, refusal(GRADIENTS + 8 * 8 * PER_SAMPLE), 9.0)
     assert [one.micro_batches for one in advice.trials] == [8, 1, 8]
     assert advice.best.options == {"host_memory": "1025MiB", "accumulate": True}

@@ -14,14 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from autoremat.planner.memory.allocations import HalfAllocations
-from autoremat.planner.memory.wrapper_forms import (
-    COPIED,
-    PARTITION,
-    copies_of_inputs,
-    is_in_partition,
-    joined,
-    name_in_code,
-)
+from autoremat.planner.memory.wrapper_forms import COPIED, PARTITION, copies_of_inputs, is_in_partition, joined, name_in_code
 from autoremat.planner.memory.wrapper_heap import (
     COPY_FROM_HOST,
     COPY_TO_HOST,
