@@ -115,8 +115,11 @@ def test_a_log_has_lines_that_name_stages_and_what_is_inside(told):
             now("planning 7 ops")
         now("comparing")
     now("outside")
+    with status_if_slow("looking for a size" * 4), status_if_slow("trying 58"):
+        now("planning 7 ops")  # the widest part has no room
     assert [line.rstrip() for line in told.getvalue().splitlines()] == [
         "autoremat 0 s: planning 7 ops, trying 58, looking", "autoremat 0 s: comparing, looking",
+        "autoremat 0 s: planning 7 ops, trying 58",
     ]  # fmt: skip
 
 

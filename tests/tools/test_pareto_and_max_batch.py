@@ -187,7 +187,8 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     with pytest.raises(BudgetInfeasible) as refused:
         autoremat.explain(model, torch.randn(fit.next_size, 64), options=EAGER | {"memory_budget": MIB})
     assert refused.value.minimum_bytes == fit.next_minimum_bytes
-    assert format_bytes(fit.next_minimum_bytes) in str(fit)
+    assert f"{fit.next_size} (least {format_bytes(fit.next_minimum_bytes)})" in str(fit)
+    assert f"{format_bytes(MIB)}\n" in str(fit)
 
 
 def test_a_search_that_is_stopped_tells_what_it_knows(monkeypatch):
