@@ -30,7 +30,7 @@ BUDGETS = {
     "options": 361,
     "passes": 2371,
     "planner": 9175,
-    "report": 1526,
+    "report": 1525,
     "request": 521,
     "step_profile": 825,
     "tools": 1751,

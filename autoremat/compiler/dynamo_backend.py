@@ -32,7 +32,7 @@ from autoremat.basics.warn import warn_user
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.communication import may_communicate
-from autoremat.compiler.breaks import listen, note_on, warn_of_rnn, what_dynamo_said
+from autoremat.compiler.breaks import BROKEN, listen, note_on, warn_of_rnn, what_dynamo_said
 from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.early_gradients import checked, compiled_in_parts
 from autoremat.compiler.joint_graph import warn_of_unused_forms
@@ -257,8 +257,8 @@ def _tell(report: Report, request: Request, excuse: str) -> None:
             'on_infeasible="best_effort" runs the step anyway',
             BudgetWarning,
         )
-    for hint in report.hints:
-        if (kind := hint.partition(":")[0]) not in _given:
+    for hint in (*report.hints, *(note for note in report.notes if note.startswith(BROKEN))):
+        if (kind := hint[: len(BROKEN)]) not in _given:
             _given.add(kind)
             log.warning("%s", hint)
     finish(report.summary())

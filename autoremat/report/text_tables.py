@@ -18,9 +18,7 @@ from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot, remedy_for
 SAID = ("hints", "notes", "unknown_workspaces")
 """Attributes that the first lines of a report show."""
 
-PART = (
-    "one graph of several in `reports()`: each has the share of its own reference peak, or its minimum. A step over both warns"
-)
+PART = "one graph of several: each has the share of its own reference peak, or its minimum. A step over its whole budget warns"
 """Note in the reports of the graphs of a broken function under a share."""
 
 SAVED_TENSORS_SHOWN, BRIEFLY_SAVED, SORTS_SHOWN = 10, 3, 4
@@ -34,11 +32,12 @@ def brief(report: ReportData) -> Iterator[tuple[str, str]]:
     verdict = "within the budget" if report.budget_bytes is not None else "no budget of memory"
     if not report.within_budget:
         over = format_bytes(report.peak_bytes - (report.budget_bytes or 0))
-        part = f"{over} over the share of this graph; a step over its budget warns"
+        part = f"{over} over the share of this graph"
         verdict = part if PART in report.notes else f"OVER THE BUDGET by {over}"
     elif not report.fits:
         verdict += "; unknown workspaces may exceed it" if report.unknown_workspaces else ", and OVER THE DEVICE"
     verdict += f", one of {len(report.others) + 1} graphs that train" if report.others else ""
+    verdict += ", one graph of several: `reports()` has all" if PART in report.notes else ""
     yield "verdict", verdict if report.keeps_time else f"{verdict}, and SLOWER than max_slowdown"
     asked = [] if report.budget_bytes is None else [format_bytes(report.budget_bytes)]
     if report.budget_share is not None:
@@ -54,7 +53,7 @@ def brief(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "peak", f"{format_bytes(report.peak_bytes)}; {words} {format_bytes(other)}{less}"
     yield "added time", f"{report.added_share:+.1%} of the step, predicted"
     is_least = report.minimum_is_searched or report.minimum_peak_bytes <= report.lower_bound_bytes
-    yield "least possible", f"{'' if is_least else 'at most '}{format_bytes(report.minimum_peak_bytes)}"
+    yield "least possible", f"{format_bytes(report.minimum_peak_bytes)}{'' if is_least else ' or less'}"
     largest = ((one.bytes, one.module) for one in report.saved[:BRIEFLY_SAVED])
     named = ((size, f"module {name}" if name[:1].isdigit() else name) for size, name in largest)  # "7" reads as a number
     saved = (", ".join(filter(None, (format_bytes(size), name))) for size, name in named)
