@@ -33,7 +33,7 @@ BUDGETS = {
     "report": 1525,
     "request": 521,
     "step_profile": 825,
-    "tools": 1751,
+    "tools": 1752,
     "torch_private": 3449,
     "workspaces": 669,
     "top": 403,

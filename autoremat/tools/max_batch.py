@@ -156,7 +156,8 @@ class Fit(Shown):
         held = f"{format_bytes(report.resident_bytes)} of the peak"
         rows += [("gradients of earlier micro-batches", held)] if report.resident_bytes else []
         tried = (f"{n}" if fits else f"{n} (least {bytes_apart(peak, budget)[0]})" for n, peak, fits in self.tried)
-        rows += [("sizes tried", ", ".join(tried)), *(("note", text) for text in report.notes)]
+        rows.append(("sizes tried", ", ".join(tried) + "; no larger one is allowed" * (self.next_size is None)))
+        rows += [("note", text) for text in report.notes]
         return [named_figures(rows)]
 
 

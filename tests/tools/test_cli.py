@@ -183,7 +183,8 @@ def test_batch_finds_the_largest_size(training):
     assert found["report"]["predicted_peak_bytes"] <= 2**18
     assert run(*arguments, "1KiB").exit_code == 1
     limited = run(*arguments, "256KiB", "--limit", found["size"]).stdout.split()
-    assert f"size that fits 256.00 KiB {found['size']}" in " ".join(limited)
+    assert f"size that fits {found['size']} budget 256.00 KiB" in " ".join(limited)
+    assert "no larger one is allowed" in " ".join(limited)
 
 
 @pytest.mark.parametrize(
