@@ -257,8 +257,10 @@ def _tell(report: Report, request: Request, excuse: str) -> None:
             'on_infeasible="best_effort" runs the step anyway',
             BudgetWarning,
         )
-    for hint in (*report.hints, *(note for note in report.notes if note.startswith(BROKEN))):
-        if (kind := hint[: len(BROKEN)]) not in _given:
+    told = [(hint.partition(":")[0], hint) for hint in report.hints]
+    told += [(BROKEN, note) for note in report.notes if note.startswith(BROKEN)]
+    for kind, hint in told:
+        if kind not in _given:
             _given.add(kind)
             log.warning("%s", hint)
     finish(report.summary())

@@ -103,7 +103,7 @@ def test_code_in_which_results_could_move_to_the_end_computes_them(mode, setting
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "H100"])
-def test_a_gradient_behind_a_recomputed_convolution_is_a_buffer_where_the_plan_computes_it(device):
+def test_the_code_of_a_resnet_under_half_of_its_peak_needs_what_its_plan_does(device):
     model, inputs = models.build("resnet", blocks=1)
     options = {"memory_budget": 0.5, "on_infeasible": "best_effort", "cost_model": "roofline"}
     report = autoremat.explain(model, *inputs, device=device, lower=True, advice=False, options=options)
