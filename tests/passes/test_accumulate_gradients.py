@@ -22,14 +22,11 @@ def computed(b: Tensor) -> Tensor:
 
 
 def a_product_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    early = a @ b
-    return early + computed(b) @ b
+    return a @ b + computed(b) @ b
 
 
 def a_scatter_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    early = a @ b
-    zeros = aten.full.default([4, 4], 0.0)
-    return early + aten.index_put.default(zeros, [index], computed(b), True)
+    return a @ b + aten.index_put.default(aten.full.default([4, 4], 0.0), [index], computed(b), True)
 
 
 def anything_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
@@ -38,8 +35,7 @@ def anything_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
 
 
 def three_products(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    early = a @ b
-    later = early + computed(b) @ b
+    later = a @ b + computed(b) @ b
     return later + computed(a) @ b
 
 
@@ -50,8 +46,7 @@ def three_summands(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
 
 
 def overwritten_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    early = a @ b
-    return early + aten.index_put.default(aten.full.default([4, 4], 0.0), [index], computed(b), False)
+    return a @ b + aten.index_put.default(aten.full.default([4, 4], 0.0), [index], computed(b), False)
 
 
 def read_twice(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
@@ -71,8 +66,7 @@ def nothing_between(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
 
 
 def of_another_type(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    early = a @ b
-    return early + computed(b).double()
+    return a @ b + computed(b).double()
 
 
 def rewritten(function: Callable[..., Tensor]) -> tuple[Counter[object], Tensor, Tensor, int]:

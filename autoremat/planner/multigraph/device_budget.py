@@ -130,10 +130,6 @@ class DeviceBudget(Shown):
         kept = tuple(row for row in self.rows if not (counts_gradients and row.name == EARLIER_GRADIENTS))
         return replace(self, rows=kept).with_rows(LedgerRow(INPUTS, input_bytes, remedy="use a smaller batch"))
 
-    def of_step(self, peak_bytes: int) -> DeviceBudget:
-        """Returns the ledger of a step of several graphs with a common peak of ``peak_bytes``."""
-        return replace(self, step_peak_bytes=peak_bytes)
-
     def check(self) -> None:
         """Raises ``DeviceTooSmall`` if no plan fits, because the ledger alone exceeds the device."""
         part = self.binding(1)

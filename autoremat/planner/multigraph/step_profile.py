@@ -165,7 +165,7 @@ def share_out(
         assert budget is not None
         raise step.infeasible(budget, remedies).asked_as(share, step.reference_peak_bytes)
     shares = (None,) * len(plans) if budget is None else step.shares(plans, budget)
-    return StepProfile(step, budget, plans, shares, None if device is None else device.of_step(step.peak_bytes(plans)))
+    return StepProfile(step, budget, plans, shares, device and replace(device, step_peak_bytes=step.peak_bytes(plans)))
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

@@ -69,7 +69,6 @@ class LiveView:
         buffers, absent = fused.buffers, fused.absent
         self.bytes_at: Numbers = (plan.timeline.bytes_at if bytes_at is None else bytes_at).astype(np.int64)
         """Bytes at each execution, with those of the moves so far."""
-        self.others = self.graph.calls.others
         self.num_ranges = len(buffers.value)
         """Number of ranges of the plan itself. Those of moves come behind them."""
         self.value: list[int] = buffers.value.tolist()
@@ -119,7 +118,8 @@ class LiveView:
 
     def between_halves(self, more: int) -> list[Span]:
         """Returns the span of the other open calls, each of which holds so many bytes more between its halves."""
-        return [(0, len(self.sequence), self.others * more)] if self.others and more else []
+        more *= self.graph.calls.others
+        return [(0, len(self.sequence), more)] if more else []
 
     def idle_at(self, execution: int) -> list[int]:
         """Returns the ranges that are live at an execution and needed later, and may be computed again, the largest first."""
@@ -159,6 +159,5 @@ class LiveView:
             found += sorted(self.inserted.get(place, ()))
             if place not in self.removed or self.sequence[place] >= self.graph.num_forward:
                 found.append(self.sequence[place])
-        found += sorted(self.inserted.get(len(self.sequence), ()))
         inlined = {value for execution in self.removed for value in self.graph.made[self.sequence[execution]]}
         return schedule_of(self.graph, found, self.materialised - inlined)

@@ -141,6 +141,10 @@ class LocalSearch:
                 gained = relief(over, drop.spans(view)) if drop.extended else most
                 if gained > 0.0 and price < least * gained:
                     best, least = drop, price / gained
+        for drop in () if best else drops.dividing(execution):
+            judged, price, gained = judged + 1, max(drop.seconds, 0.0) + self.seconds_of_a_byte, relief(over, drop.spans(view))
+            if gained > 0.0 and price < least * gained and drop.key(view) not in banned:
+                best, least = drop, price / gained
         self.limit.add(CHOICE * judged + STEP * (tried + drops.steps))
         drops.steps = 0
         return best

@@ -1,7 +1,7 @@
 """The moves of the local search on one value of a schedule: drop it in a gap between two uses, keep it there, materialise it.
 
-*Drop* frees the memory of a range in the gap around an execution. The value is computed again before its next use, with all
-that this needs and that is not live there. Some of what it needs may live longer instead.
+*Drop* frees the memory of a range in the gap around an execution. The value is computed again before its next use, or where
+that divides a fusion group, with all that this needs and that is not live there. Some of what it needs may live longer instead.
 
 *Keep* leaves a recomputation out, so that the range before it lives on.
 
@@ -14,11 +14,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
 from autoremat.planner.graph.arrays import Numbers
+from autoremat.planner.graph.op import Kind
+from autoremat.planner.memory.fusion import fusion_in
 from autoremat.planner.search.live_view import LiveView, Span
 from autoremat.planner.settings import settings
 
@@ -129,6 +131,19 @@ class Moves:
             found[source] = [use for use in view.uses[source] if use in left or use not in view.uses[number]]
         return Materialise(number, found, self.facts.materialise_seconds[view.value[number]])
 
+    def dividing(self, execution: int) -> Iterator[Drop]:
+        """Yields drops that run an extern kernel between an execution and a reduction of its result, which fusion would join.
+
+        The result may take over an operand's buffer then. The drop counts as if its range were not live at the execution.
+        """
+        view, ops, group = self.view, self.graph.ops, fusion_in(self.graph, self.view.plan.schedule).group
+        readers = [reader for made in view.made_by(execution) if not view.absent[made] for reader in view.readers[made]]
+        beside = [ops[view.sequence[reader]].kind for reader in readers if group[reader] == group[execution]]
+        for number in view.idle_at(execution) if execution >= view.border and Kind.REDUCTION in beside else ():
+            if execution in view.uses[number]:
+                found = self._found(number, execution, execution - 1, execution + 1)
+                yield from (drop for drop in found if any(ops[op].kind is Kind.EXTERN for op in drop.ops))
+
     def _found(self, number: int, execution: int, before: int, place: int) -> Iterator[Drop]:
         view, facts = self.view, self.facts
         through = self._through(number, execution)
@@ -147,14 +162,11 @@ class Moves:
 
     def _through(self, number: int, execution: int) -> list[int]:
         """Returns the results that are not materialised, through which the range is used behind an execution."""
-        view, found, stack = self.view, list[int](), [number]
-        while stack:
-            for reader in view.readers[stack.pop()]:
-                if reader <= execution:
-                    inlined = [one for one in view.made_by(reader) if view.absent[one] and view.last_use(one) > execution]
-                    fresh = [one for one in inlined if one not in found]
-                    found += fresh
-                    stack += fresh
+        view, found = self.view, list[int]()
+        for source in chain([number], found):  # which grows meanwhile
+            for reader in view.readers[source]:
+                inlined = view.made_by(reader) if reader <= execution else ()
+                found += [n for n in inlined if view.absent[n] and view.last_use(n) > execution and n not in found]
         return found
 
     def _recomputation(

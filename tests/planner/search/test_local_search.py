@@ -11,7 +11,7 @@ from strategies import GraphBuilder, changed, graphs, schedules_of, stays_of, tr
 
 from autoremat.planner.api import plan
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.live_view import LiveView
@@ -99,6 +99,16 @@ def test_a_budget_that_no_start_keeps_to_is_met():
     infeasible = planner.find(Limits(101))
     assert (infeasible.plan, infeasible.smallest.peak_bytes, infeasible.lower_bound_bytes) == (None, 102, 102)
     assert infeasible.lower_bound_seconds == math.inf
+
+
+def test_a_recomputed_extern_kernel_divides_a_fusion_group_where_that_frees_memory():
+    build = GraphBuilder()
+    large = build.op([build.source(0)], 100)
+    gradient = build.op([build.source(0, Role.TANGENT)], 100, forward=False)
+    masked = build.op([large, gradient], 100, forward=False, kind=Kind.POINTWISE, in_place=(gradient,))
+    last = build.op([large, masked, build.op([masked], 1, forward=False, kind=Kind.REDUCTION)], 1, forward=False)
+    # A kernel before the reduction writes over its operand.
+    assert Planner(build.graph(backward_outputs=(last,), fuses=True)).lowest.peak_bytes == 202
 
 
 @settings(max_examples=25, deadline=None)

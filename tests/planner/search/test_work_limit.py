@@ -48,18 +48,16 @@ def clock(monkeypatch) -> Clock:
 @pytest.fixture
 def slow_units(clock, monkeypatch) -> Clock:
     """Seconds that pass by one for each minimum cut and each simulated plan, while work is unlimited."""
-    cut, of = MinCut._cut, Plan.of.__func__
 
-    def slow_cut(*arguments):
-        clock.time += 1.0
-        return cut(*arguments)
+    def slowed(run):
+        def takes_a_second(*arguments):
+            clock.time += 1.0
+            return run(*arguments)
 
-    def slow_plan(*arguments):
-        clock.time += 1.0
-        return of(*arguments)
+        return takes_a_second
 
-    monkeypatch.setattr(MinCut, "_cut", slow_cut)
-    monkeypatch.setattr(Plan, "of", classmethod(slow_plan))
+    monkeypatch.setattr(MinCut, "_cut", slowed(MinCut._cut))
+    monkeypatch.setattr(Plan, "of", classmethod(slowed(Plan.of.__func__)))
     monkeypatch.setattr(work_limit, "WORK_PER_SECOND", math.inf)
     return clock
 
