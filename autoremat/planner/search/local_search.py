@@ -125,13 +125,9 @@ class LocalSearch:
 
     def _best_move(self, drops: Moves, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Move | None:
         """Returns the move of the fewest seconds per byte of excess at an execution, if there is one."""
-        view, over, best, least, tried, judged = drops.view, drops.view.bytes_at - target, None, math.inf, 0, 0
-        for number in (*view.inlined_at(execution), *view.idle_at(execution)):
-            if tried >= settings.options:
-                break
-            options = drops.around(number, execution, over[execution])
-            tried += bool(options) and not view.absent[number]
-            most = relief(over, options[0].gap(view)) if options else 0.0
+        view, over, best, least, judged = drops.view, drops.view.bytes_at - target, None, math.inf, 0
+        for options in drops.at(execution, over[execution]):
+            most, drops.steps = relief(over, options[0].gap(view)), drops.steps + 1
             for drop in options if most > 0.0 else ():
                 price = max(drop.seconds, 0.0) + self.seconds_of_a_byte
                 price *= self.random.uniform(0.7, 1.4) if noisy else 1.0
@@ -145,7 +141,7 @@ class LocalSearch:
             judged, price, gained = judged + 1, max(drop.seconds, 0.0) + self.seconds_of_a_byte, relief(over, drop.spans(view))
             if gained > 0.0 and price < least * gained and drop.key(view) not in banned:
                 best, least = drop, price / gained
-        self.limit.add(CHOICE * judged + STEP * (tried + drops.steps))
+        self.limit.add(CHOICE * judged + STEP * drops.steps)
         drops.steps = 0
         return best
 
@@ -194,10 +190,9 @@ class LocalSearch:
         for execution, index in enumerate(plan.sequence):
             if execution in stretch:
                 materialised.difference_update(self.graph.made[index])
-            if index in ran and execution in stretch and draw.random() < share:
-                continue
+            is_left_out = index in ran and execution in stretch and draw.random() < share
             ran.add(index)
-            if execution >= border:
+            if execution >= border and not is_left_out:
                 left.append(index)
         return self.plan(schedule_of(self.graph, left, materialised), plan.label) or plan
 
@@ -275,12 +270,11 @@ class LocalSearch:
 
     def cheapest(self, starts: Collection[Plan], target: int, enough: float) -> Plan | None:
         """Returns the cheapest plan found within ``target`` bytes, or None. One of ``enough`` seconds ends the search."""
-        best = None
+        found = list[Plan]()
         for solved in self.solved(starts, target, enough)[: settings.near]:
-            if best is None or self.seconds_of(best) > enough:
-                found = self.improve(solved, target, enough)
-                best = found if best is None or self.seconds_of(found) < self.seconds_of(best) else best
-        return best
+            if all(self.seconds_of(plan) > enough for plan in found):
+                found.append(self.improve(solved, target, enough))
+        return min(found, key=self.seconds_of, default=None)
 
     def least_peak(self, starts: Collection[Plan], bound: int) -> Plan:
         """Returns the plan of the least peak found. A peak close to ``bound``, below which there is none, ends the search."""

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 import numpy as np
 
@@ -97,6 +97,13 @@ class Moves:
         """Number of reads that recomputations were followed through, for the count of work."""
         self._known: dict[int, dict[int, list[Move]]] = {}
         self._buffers: dict[int, Materialise] = {}
+
+    def at(self, execution: int, excess: int) -> Iterator[list[Move]]:
+        """Yields the moves of each range at an execution. Other open calls hold what crosses into the backward all the time."""
+        for place in (execution, self.view.border - 1) if self.graph.calls.others else (execution,):
+            yield from filter(None, (self.around(number, place, excess) for number in self.view.inlined_at(place)))
+            idle = (self.around(number, place, excess) for number in self.view.idle_at(place))
+            yield from islice(filter(None, idle), settings.options)
 
     def around(self, number: int, execution: int, excess: int = 0) -> list[Move]:
         """Returns the ways to free a range, or what an inlined one is computed from, around an execution.
