@@ -225,7 +225,7 @@ def measure(name: str) -> Iterator[Row]:
             plan, unstored = planning.plan, [GroupedPlan(replace(one, graph=linked)) for one in (fastest, alone.baseline)]
             rules = [
                 min(filter(None, (rule(one, budget) for one in unstored)), key=lambda found: found.cost_seconds, default=None)
-                for rule in (place, everything, by_layer, largest)
+                for rule in (lambda one, most: place(one, Limits(most)), everything, by_layer, largest)
             ]
 
             def share_of(found: Plan | None, less: float = fastest.cost_seconds) -> float | None:

@@ -57,9 +57,6 @@ class LocalSearch:
     def peak(self, plan: Plan) -> int:
         return int(self.bytes_at(plan).max(initial=0))
 
-    def fits(self, plan: Plan, target: int) -> bool:
-        return self.peak(plan) <= target
-
     def excess(self, plan: Plan, target: int) -> int:
         """Returns the bytes over the target, summed over the executions."""
         return int(np.maximum(self.bytes_at(plan) - target, 0).sum())
@@ -121,7 +118,7 @@ class LocalSearch:
         def improves(found: Plan, plan: Plan) -> bool:
             return self.excess(found, target) < self.excess(plan, target)
 
-        return plan if self.fits(plan, target) else self._batches(plan, choose, improves, settings.refusals)
+        return plan if self.peak(plan) <= target else self._batches(plan, choose, improves, settings.refusals)
 
     def _best_move(self, drops: Moves, execution: int, target: int, banned: Set[Hashable], noisy: bool) -> Move | None:
         """Returns the move of the fewest seconds per byte of excess at an execution, if there is one."""
@@ -168,12 +165,12 @@ class LocalSearch:
         return self._batches(plan, choose, partial(self.is_better, target=target), 1) if can_gain else plan
 
     def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
-        return self.fits(found, target) and self.seconds_of(found) < self.seconds_of(plan)
+        return self.peak(found) <= target and self.seconds_of(found) < self.seconds_of(plan)
 
     def solve(self, plan: Plan, target: int, noisy: bool = False) -> Plan:
         """Returns the plan brought down to ``target``, and filled if it fits."""
         plan = self.bring_down(plan, target, noisy=noisy)
-        return self.fill(plan, target) if self.fits(plan, target) else plan
+        return self.fill(plan, target) if self.peak(plan) <= target else plan
 
     # -- trials --------------------------------------------------------------------------------------------------------
 
@@ -227,7 +224,7 @@ class LocalSearch:
             found = self.solve(self.ruined(plan, trial), target, noisy=trial % 3 == 2)
             trial += 1
             is_cheaper = self.seconds_of(found) < self.seconds_of(plan) * (1 - ROUNDING)
-            improves = self.fits(found, target) and (is_cheaper or self.seconds_of(found) <= enough)
+            improves = self.peak(found) <= target and (is_cheaper or self.seconds_of(found) <= enough)
             plan, failures = (found, 0) if improves else (plan, failures + 1)
         return plan
 
@@ -262,7 +259,7 @@ class LocalSearch:
             if found and self.is_over():
                 break
             solved = self.solve(start, target)
-            if self.fits(solved, target):
+            if self.peak(solved) <= target:
                 if self.seconds_of(solved) <= enough:
                     return [solved]
                 found.setdefault(self.seconds_of(solved), solved)
@@ -281,10 +278,13 @@ class LocalSearch:
         lowest = sorted(starts, key=lambda plan: (self.peak(plan), plan.cost_seconds))[: settings.near]
         enough = int(bound * (1.0 + settings.good_gap))
         best, failures, trial = lowest[0], 0, 0
-        for start in lowest:
-            for way in (partial(self.bring_down, target=bound), self.descend):
-                if self.peak(best) > enough:
-                    best = min(best, way(start), key=lambda plan: (self.peak(plan), plan.cost_seconds))
+        # Straight down first, in part of the work: one start may lead to the bound, and another one would take all of it.
+        shares = [self.share * number / settings.stretches for number in range(1, len(lowest) + 1)]
+        straight = [LocalSearch(self.graph, self.limit, share, self.seconds_of, self.bytes_at).bring_down for share in shares]
+        ways = [partial(bring_down, start, bound) for bring_down, start in zip(straight, lowest, strict=True)]
+        for way in (*ways, *(partial(self.descend, start) for start in lowest)):
+            if self.peak(best) > enough:
+                best = min(best, way(), key=lambda plan: (self.peak(plan), plan.cost_seconds))
         while failures < settings.trials and self.peak(best) > enough and not self.is_over():
             found = self.descend(self.ruined(best, trial), self.peak(best))
             trial += 1
@@ -298,7 +298,7 @@ class LocalSearch:
             target = int(level * (1.0 - settings.step))
             plan = self.bring_down(plan, target)
             best = min(best, plan, key=self.peak)
-            if not self.fits(plan, target):
+            if self.peak(plan) > target:
                 break
             level = self.peak(plan)
         return best
