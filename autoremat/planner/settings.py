@@ -31,7 +31,7 @@ class Settings:
     """Number of trials in a row without an improvement after which they end."""
     stretches: int = 8
     """A ruined stretch is at most this part of the backward. Lower bounds have a program point in each of so many stretches, or
-    of twice as many of a single-phase graph. The search for the least peak brings a start straight down in this part of it."""
+    of twice as many of a single-phase graph. The search for the least peak gives each start this part of its work."""
     options: int = 24
     """Number of ranges whose drops are priced at one execution, the largest first."""
     refusals: int = 8
