@@ -47,11 +47,6 @@ class Settings:
     """The same for a plan of a training step that ``auto`` has made, and for a choice of several plans of one graph. One more
     plan per graph must save as much of the added seconds, too."""
 
-    # -- stays -----------------------------------------------------------------------------------------------------------
-
-    program_points: int = 32
-    """Number of points of each half in the linear program."""
-
     # -- plans assigned to the graphs of a step --------------------------------------------------------------------------
 
     effort: float = 10.0

@@ -163,7 +163,7 @@ class Planner:
         starts = [plan for plan in (*self.plans, *self.found) if not plan.schedule.stays]
         search, found = LocalSearch(self.graph, limit, share), list[Plan]()
         if self.has_forms:
-            solved = search.solved(starts, budget, enough)[:1]
+            solved = search.solved(starts, budget, enough, near=1)[:1]
             stays = StaysSearch(self.graph, limit, share, replace(self.limits, peak_bytes=budget))
             found += filter(None, (*solved, stays.run([*starts, *solved], enough)))
         found += filter(None, [search.cheapest(starts, budget, enough)])

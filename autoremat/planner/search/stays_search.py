@@ -2,29 +2,46 @@
 
 The link between device and host carries a certain number of bytes while the forward runs. It pays to carry those whose
 recomputation is dear, and to compute the others again. So plans leave memory over the budget, and stays bring them down to it.
-They come from larger budgets, from a linear program that knows when the link is free (:mod:`.joint_program`), and from trials.
+They come from larger budgets and from trials.
 """
 
 import math
-import time
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.limits import Limits
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.live_view import LiveView
 from autoremat.planner.search.local_search import LocalSearch, SecondsOf, cost_of
 from autoremat.planner.search.placement import place
-from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, PROGRAM, WorkLimit
+from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, WorkLimit
 from autoremat.planner.settings import settings
 
-MOST_SECONDS = 30.0
-"""Time limit of one linear program. On a machine of ordinary speed, it takes less than one second."""
+
+class SearchUnderStays(LocalSearch):
+    """The search that counts the bytes which no stays can free."""
+
+    def __init__(self, graph: Graph, limit: WorkLimit, share: float) -> None:
+        super().__init__(graph, limit, share, bytes_at=lambda plan: self.grouped(plan).least_bytes_at_executions)
+        self._grouped: dict[int, tuple[Plan, GroupedPlan]] = {}
+
+    def grouped(self, plan: Plan) -> GroupedPlan:
+        if id(plan) not in self._grouped:
+            with self.limit.unit(PREPARATION * len(plan.sequence)):
+                self._grouped[id(plan)] = plan, GroupedPlan(plan)
+        return self._grouped[id(plan)][1]
+
+    def view(self, plan: Plan) -> LiveView:
+        """Returns the view. To drop a value frees nothing where a stay could free it, so it counts as idle only behind that."""
+        view, grouped = super().view(plan), self.grouped(plan)
+        may_be_idle, start, last = view.idle
+        start = start.copy()
+        for one in grouped.storables:
+            start[view.of_value[one.value][0][1]] = grouped.begins[one.need]
+        view.idle = may_be_idle, start, last
+        return view
 
 
 class StaysSearch(LocalSearch):
@@ -38,21 +55,14 @@ class StaysSearch(LocalSearch):
         assert limits.peak_bytes is not None
         self.budget, self.limits = limits.peak_bytes, limits
         self.bare = LocalSearch(graph, limit, share)
-        self.under = LocalSearch(graph, limit, share, bytes_at=lambda plan: self.grouped(plan).least_bytes_at_executions)
-        """The search that counts the bytes which no stays can free."""
+        self.under = SearchUnderStays(graph, limit, share)
         self.best: Plan | None = None
         """The cheapest plan found, with its stays."""
         self.base: Plan | None = None
         """The same plan without stays."""
-        self._grouped: dict[int, tuple[Plan, GroupedPlan]] = {}
+        self.grouped = self.under.grouped
 
     # -- one plan ------------------------------------------------------------------------------------------------------
-
-    def grouped(self, plan: Plan) -> GroupedPlan:
-        if id(plan) not in self._grouped:
-            with self.limit.unit(PREPARATION * len(plan.sequence)):
-                self._grouped[id(plan)] = plan, GroupedPlan(plan)
-        return self._grouped[id(plan)][1]
 
     @property
     def least(self) -> float:
@@ -74,11 +84,14 @@ class StaysSearch(LocalSearch):
         if plan.cost_seconds < self.least and plan.peak_bytes > self.budget:
             plan = self.under.bring_down(plan, self.budget)
         found = self.placed(plan)
-        if found is None:
-            return False
-        self.best, self.base = found, plan
-        self.base = self.fill(plan, self.budget)  # with what the stays leave free
-        return True
+        if found is not None:
+            self.best, self.base = found, plan
+        return found is not None
+
+    def fill_base(self) -> None:
+        """Uses what the stays leave free."""
+        if self.base is not None:
+            self.base = self.fill(self.base, self.budget)
 
     def is_better(self, found: Plan, plan: Plan, target: int) -> bool:
         """Returns True for a plan that is cheaper with its stays than all before."""
@@ -93,70 +106,49 @@ class StaysSearch(LocalSearch):
 
         One of ``enough`` seconds ends the search. Unless ``thorough``, only the starts are brought down.
         """
-
-        def is_done() -> bool:
-            return self.is_over() or (self.best is not None and self.seconds_of(self.best) <= enough)
-
         fastest, *others = self.bare.front(starts)
-        for start in (fastest, *others):
-            if is_done() or start.cost_seconds >= self.least:
+        for start in (*reversed(others), fastest):  # each recomputes less than the one before, and waits longer
+            if self.is_done(enough) or (not self.consider(start) and self.least < math.inf and start.peak_bytes > self.budget):
                 break
-            self.consider(start)
-        if not thorough:
-            return self.best
-        for share in (0.5, 1.0):
-            level = self.budget + int(share * self._reach(fastest))
-            for plan in () if is_done() else self.bare.solved(starts, level, enough, near=1):
-                self.consider(plan)
-        if not is_done():
-            self._from_program(fastest)
+        if thorough:
+            self._find_level(starts, self._reach(fastest), enough)
+        self.fill_base()
         failures = trial = 0
-        while self.base is not None and failures < settings.trials and not is_done():
+        while thorough and self.base is not None and failures < settings.trials and not self.is_done(enough):
             ruined = self.bare.ruined(self.base, trial)
             level = max(self.base.peak_bytes, self.budget)
             improves = self.consider(self.bare.bring_down(ruined, level, noisy=trial % 3 == 2))
+            if improves:
+                self.fill_base()
             failures, trial = 0 if improves else failures + 1, trial + 1
         return self.best
 
+    def is_done(self, enough: float) -> bool:
+        return self.is_over() or (self.best is not None and self.seconds_of(self.best) <= enough)
+
+    def _find_level(self, starts: Collection[Plan], reach: int, enough: float) -> None:
+        """Considers plans of peaks up to ``reach`` bytes over the budget, then of peaks ever closer to the best one's."""
+        best, width = self.budget if self.base is None else self.base.peak_bytes, reach // 4
+        known, levels = list(starts), [self.budget + width * number for number in (4, 3, 2, 1)]
+        while levels:
+            for level in levels:  # from above: where recomputation alone costs too much, it does so below, too
+                solved = [] if self.is_done(enough) else self.bare.solved(known, level, enough, near=1)
+                known += solved
+                best = level if any([self.consider(plan) for plan in solved]) else best
+                if all(plan.cost_seconds >= self.least for plan in solved):
+                    break
+            width //= 2
+            levels = [best + width, best - width] if width >= settings.rough_gap * self.budget else []
+            levels = [level for level in levels if level > self.budget]
+
     def _reach(self, fastest: Plan) -> int:
         """Returns the bytes beyond the budget that stays could free without waiting, by the fastest plan."""
-        grouped = self.grouped(fastest)
-        if any(one.is_immediate for one in grouped.storables):
-            return max(fastest.peak_bytes - self.budget, 0)
-        carried = grouped.store_rate * float(grouped.clock[grouped.num_forward])
-        return int(max(min(carried, fastest.peak_bytes - self.budget), 0))
-
-    def _from_program(self, plan: Plan) -> None:
-        """Considers what a linear program saves at least half of. It counts the bytes beside from ``plan``."""
-        from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
-
-        program = JointProgram(self.graph, self._seconds_of_ops(plan), self.limits.host_bytes)
-        began = time.monotonic()
-        with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
-            shares = program.solve(self.budget, plan, MOST_SECONDS)
-        if time.monotonic() - began >= MOST_SECONDS:  # by the solver's clock
-            self.limit.interrupted = self.limit.ended_by_clock = True
-        if shares is not None:
-            saved = admissible(self.graph, frozenset(np.flatnonzero(shares >= 0.5).tolist()))
-            if found := self.plan(build_schedule(self.graph, saved), "program"):
-                self.consider(found)
-
-    def _seconds_of_ops(self, plan: Plan) -> NDArray[np.float64]:
-        """For each op, its seconds under a plan; zero if that does not run it first in its own half."""
-        sequence, seconds = np.array(plan.sequence), np.zeros(len(self.graph.ops))
-        own = (np.arange(len(sequence)) < len(plan.schedule.forward)) == (sequence < self.graph.num_forward)
-        seconds[sequence[own]] = self.grouped(plan).seconds[own]
-        return seconds
-
-
-def admissible(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
-    """Returns ``saved`` with the results of those ops that would have to run again and must not."""
-    while True:
-        again = graph.ancestors(graph.producers(graph.backward_needs - saved), saved)
-        needed = frozenset(value for index in again if not graph.ops[index].may_run_again for value in graph.made[index])
-        if not needed:
-            return saved
-        saved |= needed
+        grouped, beyond = self.grouped(fastest), float(max(fastest.peak_bytes - self.budget, 0))
+        if not any(one.is_immediate for one in grouped.storables):
+            beyond = min(beyond, grouped.store_rate * float(grouped.clock[grouped.num_forward]))
+        if self.limits.host_bytes is not None:
+            beyond = min(beyond, self.limits.host_bytes)
+        return int(beyond)
 
 
 def lowest_with_stays(graph: Graph, limit: WorkLimit, limits: Limits, starts: Collection[Plan]) -> Plan | None:

@@ -6,7 +6,7 @@ of the work ends each stage, so that a graph whose starts take long still gets a
 
 The clock is the last resort, for a processor that is several times slower than the one of the weights. It counts the processor
 time of units, so that other processes end no search. Only the clock can give an equal request another plan, so a search
-remembers which of the two has ended it. A linear program that takes 30 s by the wall counts as ended by the clock.
+remembers which of the two has ended it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ STEP = 1.8
 
 PLACEMENT = 12.0
 """Work per execution to choose the stays that bring a plan within a budget, and to simulate them."""
-
-PROGRAM = 60.0
-"""Work per column of a linear program of the joint choice, of which an op has about two."""
 
 CHECK = 6.0
 """Work per execution to check a plan."""
@@ -79,14 +76,12 @@ class WorkLimit:
 
     @contextmanager
     def beside(self, share: float) -> Iterator[WorkLimit]:
-        """Gives a further search that share of a whole one's work, and the time left. What that leaves out is left out here."""
+        """Gives a further search that share of a whole one's work, and its own clock. What that leaves out is left out here."""
         further = WorkLimit(self.seconds)
         further.work *= share
-        further.elapsed, further.longest = self.elapsed, self.longest
         try:
             yield further
         finally:
-            self.elapsed, self.longest = further.elapsed, further.longest
             self.interrupted = self.interrupted or further.interrupted
             self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
 
