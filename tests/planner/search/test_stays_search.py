@@ -134,15 +134,17 @@ def test_the_host_bounds_what_is_stored_and_no_other_peak_before_stays_is_better
     graph, budget, seconds = on_host(alone.graph, rate), alone.baseline.peak_bytes // 2, list[float]()
     for host_bytes in (0, 10, 25, None):
         limits = Limits(host_bytes=host_bytes)
-        plan, smallest = planned(graph, budget, limits), Planner(graph, limits=limits).smallest
-        assert host_bytes is None or max(plan.host_bytes, smallest.host_bytes) <= host_bytes
-        assert smallest.peak_bytes <= alone.smallest.peak_bytes
+        planner, plan = Planner(graph, limits=limits), planned(graph, budget, limits)
+        assert host_bytes is None or max(plan.host_bytes, planner.smallest.host_bytes) <= host_bytes
+        assert planner.smallest.peak_bytes <= alone.smallest.peak_bytes
+        assert planner.find(Limits(planner.smallest.peak_bytes)).plan is not None
         others = StaysSearch(graph, WorkLimit(), 1.0, Limits(budget, host_bytes=host_bytes))
         for level in range(budget, 2 * budget, 5):
             any([others.consider(other) for other in others.bare.solved(alone.plans, level)])
         assert plan.cost_seconds <= others.least + GAP * graph.step_seconds
         seconds.append(plan.added_seconds)
     assert sorted(seconds) == seconds[::-1] != seconds  # the more memory on the host, the faster
+    assert (seconds[-1] == 0.0) == (rate == 1e3)
 
 
 def test_values_that_can_be_packed_are_packed_where_this_is_cheap():
@@ -164,9 +166,7 @@ def test_a_budget_of_time_is_kept_with_a_lower_peak():
     peaks = []
     for forms in (graph, on_host(graph, 1e3)):
         planner = Planner(forms, 60.0)
-        fastest = planner.fastest()
-        assert fastest is not None
-        limits = Limits(seconds=1.05 * fastest.predicted_seconds)
+        limits = Limits(seconds=1.05 * planner.fastest().predicted_seconds)
         found = planner.find(limits).plan
         assert found is not None
         assert limits.keep(found)

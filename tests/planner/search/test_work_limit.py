@@ -135,7 +135,7 @@ def test_every_stage_of_a_search_looks_at_the_clock(slow_units, seconds, share, 
     budget = int(share * planner.baseline.peak_bytes)
     found = planner.find(Limits(budget))
     assert all(limit.elapsed <= seconds + UNITS_BESIDE for limit in clocks)
-    assert slow_units.time <= sum(limit.elapsed for limit in clocks) + UNITS_BESIDE
+    assert slow_units.time <= sum(limit.elapsed for limit in clocks[:3]) + UNITS_BESIDE
     assert found.baseline.peak_bytes >= found.smallest.peak_bytes
     assert found.ended_by_clock or slow_units.time < seconds or share == 0.01
     planner.restart()
@@ -154,7 +154,7 @@ def test_what_a_further_search_leaves_out_is_left_out_by_the_search(clock, fails
         if fails:
             raise ValueError
     assert limit.interrupted
-    assert limit.elapsed == limit.done == 0.0
+    assert (limit.done, limit.elapsed, further.elapsed) == (0.0, 0.0, 1.0)
     assert not limit.ended_by_clock
 
 
